@@ -1,0 +1,85 @@
+"""Opening memory handles: the one entrance to this package.
+
+:func:`open_region` checks a handle against the policy and the real object, maps it and returns a
+:class:`MappedRegion`.  It may block while the kernel allocates pages; call it off the event loop.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from kvxfer.core.errors import KvxferError, Reason
+from kvxfer.core.layout import MemoryKind
+from kvxfer.memory.address import open_address
+from kvxfer.memory.file import open_file
+from kvxfer.memory.handles import (
+    Address,
+    FileHandle,
+    Handle,
+    Mappable,
+    Memfd,
+    Owned,
+    PosixShm,
+)
+from kvxfer.memory.memfd import open_memfd
+from kvxfer.memory.owned import adopt_owned, create_owned, list_owned
+from kvxfer.memory.policy import MemoryPolicy
+from kvxfer.memory.posix_shm import open_posix_shm
+
+__all__ = ["MappedRegion", "MemoryPolicy", "adopt_owned", "list_owned", "open_region"]
+
+
+class MappedRegion(Protocol):
+    """Memory that this process can hand to the transfer engine."""
+
+    @property
+    def address(self) -> int:
+        """Of the first byte, in this process."""
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+
+    @property
+    def kind(self) -> MemoryKind:
+        """Host or device memory."""
+
+    @property
+    def device(self) -> int:
+        """Number of the GPU; 0 for host memory."""
+
+    def export(self) -> Mappable | None:
+        """What the engine maps, for memory that the sidecar created; None otherwise."""
+
+    def close(self, *, keep: bool = False) -> None:
+        """Unmap, and remove what was created unless ``keep``; idempotent.
+
+        Nobody may use the address afterwards: deregister it first, and wait for the peers
+        (a NIXL target whose readable memory is unmapped crashes).
+        """
+
+
+def open_region(handle: Handle, policy: MemoryPolicy) -> MappedRegion:
+    """Check and map what ``handle`` names.
+
+    :raises KvxferError: MEMORY_NOT_ALLOWED where the policy or the kernel refuses; REGION_TOO_SMALL where the object is
+        smaller than the handle says; MEMORY_LIMIT where it is larger than allowed or there is no room;
+        MEMORY_HANDLE_INVALID where there is no such object; LIMIT_EXCEEDED where file descriptors ran out; UNSUPPORTED
+        where it cannot be mapped.  The field is that of the handle.  Nothing stays open or mapped after an error.
+    """
+    match handle:
+        case PosixShm():
+            return open_posix_shm(handle, policy)
+        case FileHandle():
+            return open_file(handle, policy)
+        case Memfd():
+            return open_memfd(handle, policy)
+        case Owned():
+            return create_owned(handle, policy)
+        case Address():
+            return open_address(handle, policy)
+    raise KvxferError(
+        Reason.UNSUPPORTED,
+        f"memory handles of type {type(handle).__name__} are not supported",
+        type=type(handle).__name__,
+    )
