@@ -8,13 +8,14 @@ turns that back.  ``proto/kvxfer/v1/errors.md`` lists the same table, and a test
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 from types import MappingProxyType
-from typing import Final, Mapping
+from typing import Any, Final
 
 
-class Code(str, Enum):
+class Code(StrEnum):
     """The gRPC status codes that kvxfer uses, by name (the core does not import grpc)."""
 
     INVALID_ARGUMENT = "INVALID_ARGUMENT"
@@ -30,7 +31,7 @@ class Code(str, Enum):
     INTERNAL = "INTERNAL"
 
 
-class Fault(str, Enum):
+class Fault(StrEnum):
     """Whose doing it was: who has to change something before it can work."""
 
     CALLER = "caller"
@@ -38,7 +39,7 @@ class Fault(str, Enum):
     LOCAL = "local"
 
 
-class Reason(str, Enum):
+class Reason(StrEnum):
     """Every reason that kvxfer gives, in the order of a request's life."""
 
     FIELD_INVALID = "FIELD_INVALID"
@@ -161,7 +162,8 @@ class KvxferError(Exception):
     def within(self, prefix: str) -> KvxferError:
         """The same error with ``prefix.`` put before its field path."""
         field = f"{prefix}.{self.field}" if self.field else prefix
-        return KvxferError(self.reason, self.message, field=field, **self.metadata)
+        values: dict[str, Any] = dict(self.metadata)
+        return KvxferError(self.reason, self.message, field=field, **values)
 
     def __str__(self) -> str:
         where = f" ({self.field})" if self.field else ""

@@ -6,9 +6,11 @@ A *strided box* is the set of byte intervals ``[offset + sum(i_d * stride_d), ..
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import Final, Iterator, Sequence
+from typing import Final
 
 #: Work limit of :func:`overlap`; past it two boxes count as overlapping (a refusal, never a wrong answer).
 OVERLAP_BUDGET: Final = 100_000
@@ -121,25 +123,22 @@ class PairedDim:
     remote: int
 
 
-def common_runs(length: int, dims: Sequence[PairedDim]) -> tuple[int, Iterator[tuple[int, int]]]:
+def common_runs(length: int, dims: Sequence[PairedDim]) -> tuple[int, int, Iterator[tuple[int, int]]]:
     """Cut a box that is walked on both sides into runs that are contiguous on both.
 
     :param length: bytes of one element, contiguous on both sides.
     :param dims: dimensions of the shared box, any order.
-    :returns: the length of a run in bytes and, for each run, its byte offsets (local, remote) from the box's start.
+    :returns: the length of a run in bytes, the number of runs, and lazily for each run its byte offsets
+        (local, remote) from the box's start.
     """
     rest = sorted((d for d in dims if d.extent > 1), key=lambda d: (d.local, d.remote))
     while grown := next((d for d in rest if d.local == length and d.remote == length), None):
         length *= grown.extent
         rest.remove(grown)
-    steps = [range(d.extent) for d in reversed(rest)]
-    strides = [(d.local, d.remote) for d in reversed(rest)]
 
     def offsets() -> Iterator[tuple[int, int]]:
-        for index in product(*steps):
-            yield (
-                sum(i * s[0] for i, s in zip(index, strides, strict=True)),
-                sum(i * s[1] for i, s in zip(index, strides, strict=True)),
-            )
+        steps = [[(i * d.local, i * d.remote) for i in range(d.extent)] for d in reversed(rest)]
+        for at in product(*steps):
+            yield sum(x for x, _ in at), sum(y for _, y in at)
 
-    return length, offsets()
+    return length, math.prod(d.extent for d in rest), offsets()

@@ -12,10 +12,11 @@ import hashlib
 import json
 import math
 import re
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from enum import Enum
+from enum import StrEnum
 from functools import cached_property
-from typing import Final, Iterator, Sequence
+from typing import Final
 
 from kvxfer.core.errors import KvxferError, Reason
 from kvxfer.core.geometry import Box, Dim, block_meetings, overlap
@@ -35,21 +36,21 @@ MAX_SHARING_PAIRS: Final = 250_000
 _NAME: Final = re.compile(r"[!-~]([ -~]*[!-~])?")
 
 
-class MemoryKind(str, Enum):
+class MemoryKind(StrEnum):
     """Where a region lies."""
 
     DRAM = "dram"
     VRAM = "vram"
 
 
-class GroupKind(str, Enum):
+class GroupKind(StrEnum):
     """What a block of a group is: ``block_tokens`` tokens of a sequence, or one state snapshot."""
 
     ATTENTION = "attention"
     STATE = "state"
 
 
-class AxisKind(str, Enum):
+class AxisKind(StrEnum):
     """What an axis counts.
 
     ``TOKEN``: positions inside a kernel block.  ``UNIT``: what tensor parallelism shards (KV heads, channels, SSM
