@@ -1,0 +1,66 @@
+"""The environment variables that steer UCX and NIXL: kvxfer's defaults, and what is in force."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import sys
+from types import MappingProxyType
+from typing import Final, Mapping, NoReturn
+
+#: Set where the user has set nothing, before the first agent of the process is created.
+UCX_DEFAULTS: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        # Larger segments more than double the TCP throughput of reads of many blocks.
+        "UCX_TCP_TX_SEG_SIZE": "64K",
+        "UCX_TCP_RX_SEG_SIZE": "256K",
+        # A peer that fell silent (link down, host gone) must be an error after seconds.  None of the three works alone.
+        "UCX_TCP_USER_TIMEOUT": "3s",
+        "UCX_TCP_KEEPIDLE": "1s",
+        "UCX_TCP_KEEPINTVL": "1s",
+    }
+)
+
+_ours: set[str] = set()
+
+
+def apply_defaults() -> None:
+    """Put :data:`UCX_DEFAULTS` into the environment, where nothing is set yet."""
+    for name, value in UCX_DEFAULTS.items():
+        if name not in os.environ:
+            os.environ[name] = value
+            _ours.add(name)
+
+
+def effective() -> tuple[Mapping[str, str], tuple[str, ...]]:
+    """The ``UCX_*`` and ``NIXL_*`` variables in force, and the names of those that are kvxfer's defaults."""
+    found = {k: v for k, v in sorted(os.environ.items()) if k.startswith(("UCX_", "NIXL_"))}
+    return MappingProxyType(found), tuple(k for k in found if k in _ours and found[k] == UCX_DEFAULTS[k])
+
+
+def ucx_version() -> str:
+    """The version of the UCX library that this process has loaded; empty where there is none."""
+    with open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
+        path = re.search(r"\S*/libucp[-.\w]*\.so\S*", maps.read())
+    if path is None:
+        return ""
+    version = ctypes.CDLL(path.group()).ucp_get_version_string
+    version.restype = ctypes.c_char_p
+    text: bytes | None = version()
+    return (text or b"").decode("ascii", "replace")
+
+
+def hard_exit(code: int) -> NoReturn:
+    """Flush the standard streams and end the process at once, without running any library's destructors.
+
+    On hosts with ``ibverbs-providers`` installed, a process that ever made an agent crashes with SIGSEGV in an ordinary
+    exit (a destructor of a bundled libnl), so a clean shutdown would look like a failure.  Close the engine first; do
+    not expect ``atexit`` handlers or ``finally`` blocks of other threads to run.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError):  # the reader is gone or the stream is closed: nothing is left to save
+            continue
+    os._exit(code)

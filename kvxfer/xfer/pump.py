@@ -1,0 +1,425 @@
+"""The thread that owns a transfer agent, and the rhythm at which it polls.
+
+The library's agent is not thread-safe and its posting call may block for a whole copy, so one thread makes every call.
+The event loop hands it commands through a queue; results come back in batches, one wakeup of the loop for each.
+
+How often the thread polls depends on what is at stake:
+
+* requests posted here, or a peer reading from here (``spinning``): without pause at first, then yielding the processor
+  between polls, then with naps of some tens of microseconds, so that other processes on a small machine keep running;
+* peers connected (``connected``): every few milliseconds.  A target that does not poll while a reader dies can be
+  aborted by the transport when it polls again, so this interval must stay below 10 ms;
+* neither: not at all.  The thread sleeps until a command arrives.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import queue
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any, Callable, Final, Mapping, Protocol, Sequence
+
+from kvxfer.core.errors import KvxferError, Reason
+from kvxfer.xfer.api import (
+    Counters,
+    Indices,
+    MemoryKind,
+    NotificationHandler,
+    ReadResult,
+    RowArray,
+    Span,
+    Telemetry,
+)
+
+_log = logging.getLogger(__name__)
+
+#: Commands taken between two polls, so that a burst of them does not starve the requests in flight.
+_BURST: Final = 32
+
+
+@dataclass(frozen=True, slots=True)
+class LibraryInfo:
+    """What a driver knows about the library that it drives; see :class:`kvxfer.xfer.api.EngineInfo`."""
+
+    library: str
+    library_version: str
+    transport_version: str
+    backends: Mapping[str, Mapping[str, str]]
+    environment: Mapping[str, str]
+    defaults: tuple[str, ...]
+
+
+class Driver(Protocol):
+    """One agent of a transfer library, as the pump needs it.
+
+    Every method is called on the pump's thread, one at a time, and raises only :class:`KvxferError`.  Handles are
+    opaque.
+    """
+
+    def open(self, name: str) -> None:
+        """Create the agent."""
+
+    def close(self) -> None:
+        """Destroy the agent; whatever was in flight stops.  Called once, also after a failed :meth:`open`."""
+
+    def register(self, spans: Sequence[Span]) -> Any:
+        """Register memory; gives a handle."""
+
+    def deregister(self, handle: Any) -> None:
+        """Undo :meth:`register`."""
+
+    def metadata(self) -> bytes:
+        """What peers need to know."""
+
+    def add_peer(self, metadata: bytes, expected_name: str) -> None:
+        """Load a peer's metadata and connect; leaves nothing behind when it raises."""
+
+    def remove_peer(self, name: str) -> None:
+        """Forget a peer."""
+
+    def prepare(self, rows: RowArray, kind: MemoryKind, peer: str | None) -> Any:
+        """Prepare a descriptor list (of the local side where ``peer`` is None); gives a handle."""
+
+    def release_rows(self, handle: Any) -> None:
+        """Free a prepared list."""
+
+    def make(self, local: Any, local_indices: Indices, remote: Any, remote_indices: Indices, note: bytes) -> Any:
+        """Make a request; gives a handle."""
+
+    def post(self, handle: Any) -> bool:
+        """Post a request; true when it is complete already."""
+
+    def check(self, handle: Any) -> bool:
+        """Drive progress; true when the posted request is complete."""
+
+    def telemetry(self, handle: Any) -> Telemetry | None:
+        """The library's figures for a complete request."""
+
+    def release(self, handle: Any) -> None:
+        """Free a request; raises where the library has not let go of it yet."""
+
+    def notifications(self) -> Sequence[tuple[str, bytes]]:
+        """Drive progress; what arrived since the last call, as (peer, payload)."""
+
+    def describe(self) -> LibraryInfo:
+        """Versions, backends, environment."""
+
+
+@dataclass(frozen=True, slots=True)
+class PumpSettings:
+    """The rhythm of the pump; seconds.
+
+    :param spin: how long to poll without pause after the last event.
+    :param yielding: how long after that to give the processor away between polls, before napping.
+    :param nap: length of a nap; must be short against a read (the kernel adds about 50 us).
+    :param interval: between two polls while peers are connected and nothing is under way; at most 10 ms.
+    """
+
+    spin: float = 0.0003
+    yielding: float = 0.02
+    nap: float = 0.00002
+    interval: float = 0.005
+
+    def __post_init__(self) -> None:
+        for name, low, high in (
+            ("spin", 0.0, 0.1),
+            ("yielding", 0.0, 10.0),
+            ("nap", 0.0, 0.01),
+            ("interval", 1e-4, 0.01),
+        ):
+            value = getattr(self, name)
+            if not low <= value <= high:
+                raise KvxferError(
+                    Reason.FIELD_INVALID, f"{name} must be within [{low}, {high}] s", field=name, value=value
+                )
+
+
+@dataclass(slots=True)
+class Job:
+    """A request on its way through the pump.
+
+    :param wanted: asked once, right before posting: false means that nobody waits for it any more.
+    :param settle: called on the loop with the result, once, when it is done, has failed or was not posted.
+    :param let_go: called on the loop, once, when the library has freed the request (or was destroyed).
+    """
+
+    handle: Any
+    peer: str
+    bytes: int
+    wanted: Callable[[], bool]
+    settle: Callable[[ReadResult | KvxferError], None]
+    let_go: Callable[[], None]
+    submitted: float = field(default_factory=time.perf_counter)
+    started: float = 0.0
+    returned: float = 0.0
+
+
+class Pump:
+    """Runs a :class:`Driver` on a thread of its own.
+
+    The public methods are called on the event loop; ``counters`` is written by the thread and may be read at any time.
+    """
+
+    def __init__(
+        self, name: str, driver: Driver, settings: PumpSettings, on_notification: NotificationHandler | None
+    ) -> None:
+        self.counters: Final = Counters()
+        self._name = name
+        self._driver = driver
+        self._settings = settings
+        self._on_notification = on_notification
+        self._loop = asyncio.get_running_loop()
+        self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._outbox: deque[Callable[[], None]] = deque()
+        self._wakeup_pending = False
+        self._spinning = 0
+        self._connected = 0
+        self._posted: list[Job] = []
+        self._lingering: list[Job] = []  # settled, but the library would not free them yet
+        self._last_event = 0.0
+        self._complained = 0.0
+        self._stopping = False
+        self._ended: asyncio.Future[None] = self._loop.create_future()
+        self._thread = threading.Thread(target=self._run, name=f"kvxfer-pump-{name}", daemon=True)
+
+    # --- on the event loop -----------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def call(
+        self, function: Callable[[Driver], Any], *, unwanted: Callable[[Any], None] | None = None
+    ) -> asyncio.Future[Any]:
+        """Have the thread run ``function(driver)``; a future of what it returns or raises.
+
+        :param unwanted: called on the loop with the result when the future was cancelled before it came: whatever was
+            made must then be given back.
+        """
+        future: asyncio.Future[Any] = self._loop.create_future()
+
+        def settle(result: Any, error: KvxferError | None) -> None:
+            if not future.done():
+                if error is None:
+                    future.set_result(result)
+                else:
+                    future.set_exception(error)
+            elif error is None and unwanted is not None:
+                unwanted(result)
+
+        def command() -> None:
+            result, error = None, None
+            try:
+                if self._stopping:
+                    raise KvxferError(Reason.SHUTTING_DOWN, "the transfer engine is closing")
+                result = function(self._driver)
+            except Exception as caught:  # whatever it is, the caller must learn of it and the thread must live on
+                error = self._as_ours(caught)
+            self._outbox.append(lambda: settle(result, error))
+
+        self._commands.put(command)
+        return future
+
+    def post(self, job: Job) -> None:
+        """Have the thread post a request and see it through."""
+        self._commands.put(lambda: self._post(job))
+
+    def adjust(self, *, spinning: int = 0, connected: int = 0) -> None:
+        """Change how many reasons there are to spin, and to poll now and then."""
+        self._spinning += spinning
+        self._connected += connected
+        self._commands.put(_nothing)  # the thread may be asleep
+
+    async def stop(self) -> None:
+        """Destroy the agent and end the thread; everything in flight fails with SHUTTING_DOWN and is let go of."""
+        self._commands.put(self._stop)
+        await asyncio.shield(self._ended)
+
+    def _deliver(self) -> None:
+        self._wakeup_pending = False
+        while self._outbox:
+            action = self._outbox.popleft()
+            try:
+                action()
+            except Exception:  # one receiver's mistake must not swallow the results of the others
+                _log.exception("a receiver of transfer results failed")
+
+    # --- on the thread ---------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while not self._stopping:
+            self._take(self._patience())
+            if self._posted or self._lingering or self._spinning > 0 or self._connected > 0:
+                self._poll()
+            self._flush()
+        try:
+            self._driver.close()
+        except Exception as caught:
+            _log.error("destroying the transfer agent failed: %s", self._as_ours(caught))
+        gone = KvxferError(Reason.SHUTTING_DOWN, "the transfer engine was closed while the read was posted")
+        for job in self._posted:
+            self.counters.failed += 1
+            self._settle(job, gone)
+        for job in (*self._posted, *self._lingering):
+            self._outbox.append(job.let_go)
+        self._posted, self._lingering = [], []
+        while not self._commands.empty():  # what came too late is answered with SHUTTING_DOWN
+            self._take(0.0)
+        self._outbox.append(lambda: None if self._ended.done() else self._ended.set_result(None))
+        self._flush()
+
+    def _stop(self) -> None:
+        self._stopping = True
+
+    def _patience(self) -> float | None:
+        """How long to wait for a command before the next poll; None: until one comes."""
+        if not (self._posted or self._lingering or self._spinning > 0):
+            return self._settings.interval if self._connected > 0 else None
+        quiet = time.perf_counter() - self._last_event
+        if quiet < self._settings.spin:
+            return 0.0
+        if quiet < self._settings.spin + self._settings.yielding:
+            time.sleep(0)  # lets the event loop have the interpreter ...
+            os.sched_yield()  # ... and other processes the core
+            return 0.0
+        return self._settings.nap
+
+    def _take(self, patience: float | None) -> None:
+        """Wait for a command up to ``patience``, then run those that are there."""
+        for _ in range(_BURST):
+            try:
+                if patience is None:
+                    command = self._commands.get()
+                elif patience > 0.0:
+                    command = self._commands.get(timeout=patience)
+                else:
+                    command = self._commands.get_nowait()
+            except queue.Empty:
+                return
+            patience = 0.0
+            self._last_event = time.perf_counter()
+            command()
+
+    def _poll(self) -> None:
+        self.counters.polls += 1
+        if self._posted:
+            self._posted = [job for job in self._posted if not self._advance(job, self._driver.check)]
+        if self._lingering:
+            self._lingering = [job for job in self._lingering if not self._free(job)]
+        try:
+            arrived = self._driver.notifications()
+        except Exception as caught:
+            self.counters.poll_errors += 1
+            self._complain("polling for notifications failed", caught)
+            return
+        for peer, payload in arrived:
+            self._last_event = time.perf_counter()
+            self.counters.notifications += 1
+            if self._on_notification is not None:
+                self._outbox.append(lambda p=peer, m=payload: self._notify(p, m))  # type: ignore[misc]
+
+    def _notify(self, peer: str, payload: bytes) -> None:
+        if self._on_notification is not None:
+            self._on_notification(peer, payload)
+
+    def _post(self, job: Job) -> None:
+        if self._stopping:  # destroying the agent frees the request
+            self._settle(job, KvxferError(Reason.SHUTTING_DOWN, "the transfer engine is closing"))
+            self._outbox.append(job.let_go)
+            return
+        if not job.wanted():
+            gone = KvxferError(Reason.TRANSFER_CANCELLED, "the read was abandoned before it was posted")
+            self._settle(job, gone)
+            self._retire(job)
+            return
+        self.counters.posted += 1
+        job.started = time.perf_counter()
+        if not self._advance(job, self._driver.post):
+            self._posted.append(job)
+
+    def _advance(self, job: Job, step: Callable[[Any], bool]) -> bool:
+        """Post or check a request; true when nothing more has to be done for it here."""
+        try:
+            complete = step(job.handle)
+        except Exception as caught:
+            error = self._as_ours(caught)
+            self.counters.failed += 1
+            self._settle(job, KvxferError(error.reason, error.message, **{**error.metadata, "peer": job.peer}))
+            self._retire(job)
+            return True
+        if job.returned == 0.0:
+            job.returned = time.perf_counter()
+        if not complete:
+            return False
+        now = time.perf_counter()
+        telemetry: Telemetry | None = None
+        try:
+            telemetry = self._driver.telemetry(job.handle)
+        except Exception as caught:  # the bytes did arrive: missing figures must not fail the read
+            self._complain("reading the telemetry of a request failed", caught)
+        result = ReadResult(
+            bytes=job.bytes,
+            queue_seconds=job.started - job.submitted,
+            post_seconds=job.returned - job.started,
+            move_seconds=now - job.returned,
+            telemetry=telemetry,
+        )
+        self.counters.done += 1
+        self.counters.bytes += job.bytes
+        self.counters.post_seconds += result.post_seconds
+        self.counters.move_seconds += result.move_seconds
+        self._settle(job, result)
+        self._retire(job)
+        return True
+
+    def _settle(self, job: Job, result: ReadResult | KvxferError) -> None:
+        self._last_event = time.perf_counter()
+        self._outbox.append(lambda: job.settle(result))
+
+    def _retire(self, job: Job) -> None:
+        if not self._free(job):
+            self._lingering.append(job)
+
+    def _free(self, job: Job) -> bool:
+        """Free a settled request; false while the library still holds on to it (then some of it is still moving)."""
+        try:
+            self._driver.release(job.handle)
+        except Exception as caught:
+            self._complain("a finished request cannot be freed yet", caught)
+            return False
+        self.counters.released += 1
+        self._outbox.append(job.let_go)
+        return True
+
+    def _flush(self) -> None:
+        if not self._outbox or self._wakeup_pending:
+            return
+        self._wakeup_pending = True
+        try:
+            self._loop.call_soon_threadsafe(self._deliver)
+        except RuntimeError:  # the loop was closed under us: nobody can be told anything any more
+            _log.error("the event loop of transfer engine %s ended before the engine was closed", self._name)
+            self._outbox.clear()
+            self._stopping = True
+
+    def _as_ours(self, caught: Exception) -> KvxferError:
+        if isinstance(caught, KvxferError):
+            return caught
+        _log.error("unexpected failure on the transfer thread", exc_info=caught)
+        return KvxferError(Reason.INTERNAL, "unexpected failure in the transfer engine; see the log")
+
+    def _complain(self, what: str, caught: Exception) -> None:
+        """Log at most one such failure a second: polling repeats them thousands of times."""
+        now = time.perf_counter()
+        if now - self._complained >= 1.0:
+            self._complained = now
+            _log.warning("%s: %s: %s", self._name, what, caught if isinstance(caught, KvxferError) else repr(caught))
+
+
+def _nothing() -> None:
+    """A command that only wakes the thread."""
