@@ -11,7 +11,7 @@ the layout that it really has.
 """
 
 from kvxfer.models import families as _families  # noqa: F401  (registers them)
-from kvxfer.models.build import build, build_all, model_spec
+from kvxfer.models.build import build, build_all, layout_of, model_spec
 from kvxfer.models.examples import EXAMPLES, example
 from kvxfer.models.fields import load_config
 from kvxfer.models.options import EngineOptions
@@ -26,6 +26,7 @@ __all__ = [
     "build_all",
     "example",
     "families",
+    "layout_of",
     "load_config",
     "model_spec",
     "register",

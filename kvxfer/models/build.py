@@ -32,7 +32,7 @@ def build(config: Config | str | Path, options: EngineOptions, rank: Rank | None
     :raises KvxferError: FIELD_INVALID, LAYOUT_INVALID or UNSUPPORTED, naming the key, its value and what is allowed.
     """
     first = Rank(0, options.tp_size, 0, options.pp_size)
-    return _build(model_spec(config), options, rank or first)
+    return layout_of(model_spec(config), options, rank or first)
 
 
 def build_all(config: Config | str | Path, options: EngineOptions) -> dict[Rank, CacheLayout]:
@@ -44,7 +44,7 @@ def build_all(config: Config | str | Path, options: EngineOptions) -> dict[Rank,
     ranks = [
         Rank(tp, options.tp_size, pp, options.pp_size) for pp in range(options.pp_size) for tp in range(options.tp_size)
     ]
-    return {rank: _build(spec, options, rank) for rank in ranks}
+    return {rank: layout_of(spec, options, rank) for rank in ranks}
 
 
 def stage_layers(depth: int, pp_rank: int, pp_size: int) -> range:
@@ -64,7 +64,11 @@ def stage_layers(depth: int, pp_rank: int, pp_size: int) -> range:
     return range(start, start + sizes[pp_rank])
 
 
-def _build(spec: ModelSpec, options: EngineOptions, rank: Rank) -> CacheLayout:
+def layout_of(spec: ModelSpec, options: EngineOptions, rank: Rank) -> CacheLayout:
+    """The cache layout of one rank of a model that is described directly, without a config.
+
+    :raises KvxferError: as :func:`build`.
+    """
     for name in ("tp_size", "pp_size"):
         if getattr(rank, name) != getattr(options, name):
             raise field_error(f"rank.{name}", getattr(rank, name), f"the options' {name}, {getattr(options, name)}")
@@ -72,8 +76,8 @@ def _build(spec: ModelSpec, options: EngineOptions, rank: Rank) -> CacheLayout:
     if not any(layer.index in stage for layer in spec.layers):
         raise KvxferError(
             Reason.FIELD_INVALID,
-            f"pipeline stage {rank.pp_rank} of {rank.pp_size} (layers {stage.start} to {stage.stop - 1}) holds no layer "
-            "with a cache",
+            f"pp_size is {rank.pp_size}; stage {rank.pp_rank} (layers {stage.start} to {stage.stop - 1}) would hold no "
+            "layer with a cache",
             field="pp_size",
             value=rank.pp_size,
             stage=rank.pp_rank,

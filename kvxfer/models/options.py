@@ -115,6 +115,8 @@ class EngineOptions:
             ("state_blocks", 0, MAX_BLOCKS),
         ):
             check_int(name, getattr(self, name), low, high)
+        if self.tp_size * self.pp_size > MAX_RANKS:
+            raise field_error("pp_size", self.pp_size, f"at most {MAX_RANKS} ranks in all, tp_size x pp_size")
         for name, choices in (("conv_layout", ConvLayout), ("kv_layout", KvLayout), ("kv_packing", KvPacking)):
             if getattr(self, name) not in get_args(choices):
                 raise field_error(name, getattr(self, name), ", ".join(get_args(choices)))

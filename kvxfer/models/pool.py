@@ -65,9 +65,8 @@ def logical_tokens(options: EngineOptions, kernel_bytes: int, state_bytes: int) 
     unit = align // options.block_tokens * kernel_bytes
     tokens = align * max(1, -(-state_bytes // unit))
     if tokens > MAX_TOKENS:
-        raise field_error(
-            "block_tokens", options.block_tokens, f"what gives logical blocks of at most {MAX_TOKENS} tokens"
-        )
+        allowed = f"what gives logical blocks of at most {MAX_TOKENS} tokens, not of {tokens}"
+        raise field_error("block_tokens", options.block_tokens, allowed)
     return tokens
 
 

@@ -63,9 +63,9 @@ def share(name: str, array: ShardedArray, tp_size: int, tp_rank: int) -> UnitRan
         parts = 1
         first = tp_rank // (tp_size // array.groups)
     else:
-        also = f", or a multiple of {array.groups}" if array.replicate else ""
+        also = " or a multiple" if array.replicate else ""
         raise field_error(
-            "tp_size", tp_size, f"a divisor of the {array.groups} parts of {array.name} in layer {name}{also}"
+            "tp_size", tp_size, f"a divisor{also} of {array.groups}, the parts of {array.name} in layer {name}"
         )
     return UnitRange(first * array.width, (first + parts) * array.width, array.units)
 

@@ -1,0 +1,212 @@
+"""Bad configs and bad options: refused with the key, its value and what is allowed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvxfer.core.errors import KvxferError, Reason
+from kvxfer.core.layout import Rank
+from kvxfer.models import EXAMPLES, EngineOptions, build, build_all, example, load_config
+
+NANO = "nemotron-3-nano-30b-a3b"
+
+
+def refused(config: Any, options: EngineOptions | None = None, rank: Rank | None = None) -> KvxferError:
+    with pytest.raises(KvxferError) as caught:
+        build(config, options or EngineOptions(), rank)
+    assert caught.value.reason in (Reason.FIELD_INVALID, Reason.LAYOUT_INVALID, Reason.UNSUPPORTED)
+    assert len(str(caught.value)) < 2_000
+    return caught.value
+
+
+def without(name: str, *keys: str) -> dict[str, object]:
+    return {k: v for k, v in example(name).items() if k not in keys}
+
+
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [
+        (NANO, "hybrid_override_pattern"),
+        (NANO, "mamba_num_heads"),
+        (NANO, "mamba_head_dim"),
+        (NANO, "n_groups"),
+        (NANO, "ssm_state_size"),
+        (NANO, "conv_kernel"),
+        ("qwen3-next-80b-a3b", "num_hidden_layers"),
+        ("qwen3-next-80b-a3b", "linear_num_key_heads"),
+        ("qwen3-next-80b-a3b", "linear_num_value_heads"),
+        ("qwen3-next-80b-a3b", "linear_key_head_dim"),
+        ("qwen3-next-80b-a3b", "linear_value_head_dim"),
+        ("qwen3-next-80b-a3b", "linear_conv_kernel_dim"),
+        ("jamba-mini", "attn_layer_period"),
+        ("jamba-mini", "attn_layer_offset"),
+        ("jamba-mini", "mamba_expand"),
+        ("jamba-mini", "mamba_d_state"),
+        ("jamba-mini", "mamba_d_conv"),
+        ("jamba-mini", "hidden_size"),
+        ("llama-3.1-70b", "num_hidden_layers"),
+        ("llama-3.1-70b", "hidden_size"),
+        ("deepseek-v3", "kv_lora_rank"),
+        ("deepseek-v3", "qk_rope_head_dim"),
+        ("deepseek-v3", "num_hidden_layers"),
+    ],
+)
+def test_missing_and_bad_values(name: str, key: str) -> None:
+    error = refused(without(name, key))
+    assert error.reason is Reason.FIELD_INVALID
+    assert error.field == key and "required" in error.message
+    for bad in (-1, 10**30, 1.5, True, [3], {"a": 1}, "x" * 10_000):
+        error = refused({**example(name), key: bad})
+        if key != "hybrid_override_pattern":
+            assert error.field == key and error.metadata["key"] == key
+            assert "allowed" in error.message
+
+
+def test_unknown_model_lists_known_ones() -> None:
+    error = refused({"model_type": "gpt2"})
+    assert error.field == "model_type" and "'gpt2'" in error.message
+    for known in ("nemotron_h", "qwen3_next", "jamba", "llama", "deepseek_v3"):
+        assert known in error.message
+    assert refused({}).field == "model_type"
+    assert refused({"model_type": 7}).field == "model_type"
+    assert refused({"architectures": "NemotronHForCausalLM"}).field == "architectures"
+
+
+def test_architectures_and_nested_configs() -> None:
+    wanted = build(example(NANO), EngineOptions())
+    plain = {k: v for k, v in example(NANO).items() if k != "model_type"}
+    assert build(plain, EngineOptions()) == wanted
+    assert build({"model_type": "some_vl", "text_config": example(NANO)}, EngineOptions()) == wanted
+    listed = without(NANO, "hybrid_override_pattern", "num_hidden_layers")
+    words = {"M": "mamba", "*": "attention", "E": "moe", "-": "mlp"}
+    listed["layers_block_type"] = [words[c] for c in str(example(NANO)["hybrid_override_pattern"])]
+    assert build(listed, EngineOptions()) == wanted
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"hybrid_override_pattern": "M" * 51 + "Z"}, "hybrid_override_pattern"),
+        ({"hybrid_override_pattern": "M*"}, "num_hidden_layers"),
+        ({"hybrid_override_pattern": "-" * 52}, "hybrid_override_pattern"),
+        ({"layers_block_type": ["mamba", "what"]}, "layers_block_type"),
+        ({"layers_block_type": "mamba"}, "layers_block_type"),
+        ({"layers_block_type": [1]}, "layers_block_type"),
+        ({"torch_dtype": "float11"}, "dtype"),
+        ({"torch_dtype": 16}, "torch_dtype"),
+        ({"conv_kernel": 1}, "conv_kernel"),
+        ({"mamba_ssm_cache_dtype": "int3"}, "ssm_dtype"),
+    ],
+)
+def test_bad_nemotron(changes: dict[str, object], field: str) -> None:
+    assert refused({**example(NANO), **changes}).field == field
+
+
+def test_bad_others() -> None:
+    jamba, qwen = example("jamba-mini"), example("qwen3-next-80b-a3b")
+    assert refused({**jamba, "attn_layer_offset": 8}).field == "attn_layer_offset"
+    assert refused({**jamba, "num_attention_heads": 33}).field == "hidden_size"
+    assert refused({**qwen, "layer_types": ["full_attention"]}).field == "num_hidden_layers"
+    assert refused({**qwen, "layer_types": ["sliding_attention"] * 48}).field == "layer_types"
+    windowed = {**example("llama-3.1-70b"), "layer_types": ["sliding_attention"] * 80}
+    assert refused(windowed).reason is Reason.UNSUPPORTED
+
+
+@pytest.mark.parametrize(
+    ("name", "tp", "part"),
+    [
+        (NANO, 3, "conv.x"),
+        (NANO, 128, "conv.x"),
+        ("qwen3-next-80b-a3b", 32, "conv.q"),
+        ("jamba-mini", 3, "conv.x"),
+        ("llama-3.1-70b", 3, "KV heads"),
+        ("llama-3.1-70b", 12, "KV heads"),
+    ],
+)
+def test_heads_that_do_not_divide(name: str, tp: int, part: str) -> None:
+    error = refused(example(name), EngineOptions(tp_size=tp))
+    assert error.field == "tp_size" and error.metadata["value"] == str(tp)
+    assert part in error.message and "a divisor" in error.message
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"tp_size": 0},
+        {"tp_size": -2},
+        {"tp_size": 10**12},
+        {"tp_size": True},
+        {"tp_size": "2"},
+        {"pp_size": 0},
+        {"tp_size": 65_536, "pp_size": 2},
+        {"block_tokens": 0},
+        {"num_blocks": 0},
+        {"num_blocks": 2**31},
+        {"spec_tokens": -1},
+        {"kv_dtype": "int4"},
+        {"kv_dtype": None},
+        {"conv_dtype": ""},
+        {"conv_layout": "XY"},
+        {"kv_layout": "DHN"},
+        {"kv_packing": ["packed"]},
+        {"pooled": 1},
+        {"memory": "vram"},
+        {"logical_block_tokens": 24},
+        {"state_align_tokens": -128},
+    ],
+)
+def test_bad_options(bad: dict[str, Any]) -> None:
+    with pytest.raises(KvxferError) as caught:
+        EngineOptions(**bad)
+    assert caught.value.reason is Reason.FIELD_INVALID
+    assert caught.value.field in bad
+
+
+def test_combinations() -> None:
+    nano = example(NANO)
+    for packing in ("halves", "regions"):
+        error = refused(nano, EngineOptions(kv_packing=packing))
+        assert error.field == "kv_packing" and "pooled=False" in error.message
+    assert refused(nano, EngineOptions(tp_size=2), Rank(0, 4)).field == "rank.tp_size"
+    assert refused(nano, EngineOptions(pp_size=53)).field == "pp_size"
+    assert refused(nano, EngineOptions(state_align_tokens=2**24 - 1)).field == "block_tokens"
+    deep = {**nano, "num_hidden_layers": 8, "hybrid_override_pattern": "M" + "-" * 7}
+    assert "stage 1" in refused(deep, EngineOptions(pp_size=2), Rank(0, 1, 1, 2)).message
+    with pytest.raises(KvxferError):
+        build_all(deep, EngineOptions(pp_size=2))
+
+
+def test_huge_but_allowed_numbers_end_in_an_error() -> None:
+    config = {**example("llama-3.1-70b"), "head_dim": 2**24, "num_key_value_heads": 2**24}
+    error = refused(config, EngineOptions(block_tokens=2**24, num_blocks=2**31 - 1))
+    assert error.reason is Reason.LAYOUT_INVALID
+    crowded = {**example(NANO), "num_hidden_layers": 8_001, "hybrid_override_pattern": "M" * 8_000 + "*"}
+    assert refused(crowded).reason is Reason.LAYOUT_INVALID
+
+
+def test_files(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(example(NANO)))
+    wanted = build(example(NANO), EngineOptions())
+    assert build(path, EngineOptions()) == build(str(tmp_path), EngineOptions()) == wanted
+    for text in ("", "[]", "{", "[" * 100_000, "\udcff"):
+        path.write_bytes(text.encode("utf-8", "surrogateescape"))
+        assert refused(path).field == "config"
+    assert refused(tmp_path / "nothing.json").field == "config"
+    path.write_text(" " * (16 * 2**20 + 1))
+    assert "16777216" in refused(path).message
+
+
+def test_examples_are_separate_and_named() -> None:
+    first = example(EXAMPLES[0])
+    first["num_hidden_layers"] = 1
+    assert example(EXAMPLES[0])["num_hidden_layers"] == 52
+    with pytest.raises(KvxferError) as caught:
+        example("../secrets")
+    assert EXAMPLES[0] in caught.value.message
+    source: dict[str, object] = {"model_type": "llama"}
+    assert load_config(source) == source and load_config(source) is not source
