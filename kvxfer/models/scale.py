@@ -2,8 +2,8 @@
 
 Two rules.  *Depth*: the first ``max_layers`` layers, so every layer that is left is what it was in the model.  *Width*:
 head sizes and state sizes are divided by ``shrink``; numbers of heads and groups, the convolution's kernel and the
-order of layers stay, so that everything shards, replicates and is grouped as in the real model.  Bytes of attention
-fall with ``shrink``, those of Mamba2 and DeltaNet states with its square.
+order of layers stay, so that everything shards, replicates and is grouped as in the real model.  Bytes of
+attention and of Mamba1 states fall with ``shrink``, those of Mamba2 and DeltaNet states with its square.
 """
 
 from __future__ import annotations

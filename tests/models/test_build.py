@@ -66,7 +66,8 @@ def test_kv_packings() -> None:
 
 def test_packing_apart_in_a_pool_of_one_group() -> None:
     layout = build(LLAMA, EngineOptions(kv_packing="halves"))
-    assert len(layout.regions) == 2 and len(layout.groups[0].views) == 4
+    assert len(layout.regions) == 2
+    assert len(layout.groups[0].views) == 4
 
 
 def test_unpooled() -> None:
@@ -91,7 +92,7 @@ def test_replicated_heads_and_groups() -> None:
 
 
 @pytest.mark.parametrize(
-    ("depth", "sizes"), [(52, [52]), (52, [26, 26]), (53, [27, 26]), (10, [2, 3, 3, 2]), (11, [3, 3, 3, 2])]
+    "depth, sizes", [(52, [52]), (52, [26, 26]), (53, [27, 26]), (10, [2, 3, 3, 2]), (11, [3, 3, 3, 2])]
 )
 def test_stages(depth: int, sizes: list[int]) -> None:
     stages = [stage_layers(depth, rank, len(sizes)) for rank in range(len(sizes))]
@@ -113,7 +114,7 @@ def test_pipeline_stages_cover_the_model() -> None:
 
 
 @pytest.mark.parametrize(
-    ("counts", "size"), [([23, 6], 6), ([40, 8], 8), ([12, 13], 13), ([24, 12], 12), ([12, 18], 12), ([12, 17], 17)]
+    "counts, size", [([23, 6], 6), ([40, 8], 8), ([12, 13], 13), ([24, 12], 12), ([12, 18], 12), ([12, 17], 17)]
 )
 def test_group_size(counts: list[int], size: int) -> None:
     assert group_size(counts) == size
@@ -132,7 +133,8 @@ def test_scale_down_depth() -> None:
     assert scale_down(NANO, max_layers=1_000) == NANO
     with pytest.raises(KvxferError) as caught:
         scale_down(NANO, max_layers=5)
-    assert caught.value.field == "max_layers" and "at least 6" in caught.value.message
+    assert caught.value.field == "max_layers"
+    assert "at least 6" in caught.value.message
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ def without(name: str, *keys: str) -> dict[str, object]:
 
 
 @pytest.mark.parametrize(
-    ("name", "key"),
+    "name, key",
     [
         (NANO, "hybrid_override_pattern"),
         (NANO, "mamba_num_heads"),
@@ -58,17 +58,20 @@ def without(name: str, *keys: str) -> dict[str, object]:
 def test_missing_and_bad_values(name: str, key: str) -> None:
     error = refused(without(name, key))
     assert error.reason is Reason.FIELD_INVALID
-    assert error.field == key and "required" in error.message
+    assert error.field == key
+    assert "required" in error.message
     for bad in (-1, 10**30, 1.5, True, [3], {"a": 1}, "x" * 10_000):
         error = refused({**example(name), key: bad})
         if key != "hybrid_override_pattern":
-            assert error.field == key and error.metadata["key"] == key
+            assert error.field == key
+            assert error.metadata["key"] == key
             assert "allowed" in error.message
 
 
 def test_unknown_model_lists_known_ones() -> None:
     error = refused({"model_type": "gpt2"})
-    assert error.field == "model_type" and "'gpt2'" in error.message
+    assert error.field == "model_type"
+    assert "'gpt2'" in error.message
     for known in ("nemotron_h", "qwen3_next", "jamba", "llama", "deepseek_v3"):
         assert known in error.message
     assert refused({}).field == "model_type"
@@ -88,7 +91,7 @@ def test_architectures_and_nested_configs() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "field"),
+    "changes, field",
     [
         ({"hybrid_override_pattern": "M" * 51 + "Z"}, "hybrid_override_pattern"),
         ({"hybrid_override_pattern": "M*"}, "num_hidden_layers"),
@@ -117,7 +120,7 @@ def test_bad_others() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "tp", "part"),
+    "name, tp, part",
     [
         (NANO, 3, "conv.x"),
         (NANO, 128, "conv.x"),
@@ -129,8 +132,10 @@ def test_bad_others() -> None:
 )
 def test_heads_that_do_not_divide(name: str, tp: int, part: str) -> None:
     error = refused(example(name), EngineOptions(tp_size=tp))
-    assert error.field == "tp_size" and error.metadata["value"] == str(tp)
-    assert part in error.message and "a divisor" in error.message
+    assert error.field == "tp_size"
+    assert error.metadata["value"] == str(tp)
+    assert part in error.message
+    assert "a divisor" in error.message
 
 
 @pytest.mark.parametrize(
@@ -170,7 +175,8 @@ def test_combinations() -> None:
     nano = example(NANO)
     for packing in ("halves", "regions"):
         error = refused(nano, EngineOptions(kv_packing=packing))
-        assert error.field == "kv_packing" and "pooled=False" in error.message
+        assert error.field == "kv_packing"
+        assert "pooled=False" in error.message
     assert refused(nano, EngineOptions(tp_size=2), Rank(0, 4)).field == "rank.tp_size"
     assert refused(nano, EngineOptions(pp_size=53)).field == "pp_size"
     assert refused(nano, EngineOptions(state_align_tokens=2**24 - 1)).field == "block_tokens"
@@ -209,4 +215,5 @@ def test_examples_are_separate_and_named() -> None:
         example("../secrets")
     assert EXAMPLES[0] in caught.value.message
     source: dict[str, object] = {"model_type": "llama"}
-    assert load_config(source) == source and load_config(source) is not source
+    assert load_config(source) == source
+    assert load_config(source) is not source

@@ -210,7 +210,8 @@ def tight(components: tuple[Component, ...]) -> None:
             assert conv_end <= component.offset < conv_end + component.element_bytes
             assert component.offset % component.element_bytes == 0
             unit = component.axis(AxisKind.UNIT)
-            assert unit is not None and unit.extent == len(component.units)
+            assert unit is not None
+            assert unit.extent == len(component.units)
 
 
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=4))
@@ -221,5 +222,6 @@ def test_dealing(counts: list[int]) -> None:
         groups = deal(range(count), size)
         assert sorted(i for group in groups for i in group) == list(range(count))
         lengths = [len(group) for group in groups]
-        assert max(lengths) <= size and max(lengths) - min(lengths) <= 1
+        assert max(lengths) <= size
+        assert max(lengths) - min(lengths) <= 1
         assert all(list(group) == sorted(group) for group in groups)

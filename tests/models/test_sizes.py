@@ -33,7 +33,7 @@ def preset(name: str, tp: int, **options: object) -> CacheLayout:
 
 
 @pytest.mark.parametrize(
-    ("tp", "conv", "ssm", "block", "ratio", "page"),
+    "tp, conv, ssm, block, ratio, page",
     [
         (1, 36_864, 2_097_152, 4_176, 261, 2_138_112),
         (2, 18_432, 1_048_576, 4_176, 261, 1_069_056),
@@ -77,11 +77,13 @@ def test_nemotron_super_as_published() -> None:
     layout = preset(SUPER, 4, kv_dtype="fp8", state_align_tokens=128)
     conv = [c for c in components(layout, GroupKind.STATE) if c.name.startswith("conv.")]
     assert sum(len(c.units) for c in conv) == 2_560
-    assert conv_bytes(layout) == 15_360 and ssm_bytes(layout) == 1_048_576
+    assert conv_bytes(layout) == 15_360
+    assert ssm_bytes(layout) == 1_048_576
     assert conv_bytes(layout) + ssm_bytes(layout) == 1_063_936
     attention = group_of(layout, GroupKind.ATTENTION)
     assert (attention.block_tokens, attention.views[0].block_stride) == (4_224, 1_081_344)
-    assert [len(g.views) for g in layout.groups] == [8] * 6 and len(layout.regions) == 8
+    assert [len(g.views) for g in layout.groups] == [8] * 6
+    assert len(layout.regions) == 8
 
 
 def test_nemotron_super_bf16_page() -> None:
@@ -122,7 +124,8 @@ def test_qwen3_next() -> None:
 def test_jamba() -> None:
     """Mamba1: 8,192 channels, conv of 3 rows, state of 16 values, both bf16; K and V are 8 heads x 128, bf16."""
     layout = preset("jamba-mini", 1)
-    assert conv_bytes(layout) == 8_192 * 3 * 2 and ssm_bytes(layout) == 8_192 * 16 * 2
+    assert conv_bytes(layout) == 8_192 * 3 * 2
+    assert ssm_bytes(layout) == 8_192 * 16 * 2
     assert [len(g.views) for g in layout.groups] == [4] * 8
     attention = group_of(layout, GroupKind.ATTENTION)
     assert [v.layer for v in attention.views] == [f"model.layers.{i}.attn" for i in (4, 12, 20, 28)]
@@ -133,7 +136,8 @@ def test_jamba() -> None:
 
 def test_dense_and_mla() -> None:
     dense = preset("llama-3.1-70b", 8)
-    assert len(dense.regions) == 80 and len(dense.groups) == 1
+    assert len(dense.regions) == 80
+    assert len(dense.groups) == 1
     assert components(dense, GroupKind.ATTENTION)[0].data_bytes == 16 * 2 * 128 * 2
     for tp in (1, 8):
         mla = preset("deepseek-v3", tp, block_tokens=64)

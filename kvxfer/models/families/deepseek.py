@@ -10,7 +10,11 @@ from kvxfer.models.spec import LatentSpec, LayerSpec, ModelSpec
 
 
 def read(fields: Fields) -> ModelSpec:
-    """The caches of an MLA model: ``kv_lora_rank + qk_rope_head_dim`` elements a token and layer."""
+    """The caches of an MLA model: ``kv_lora_rank + qk_rope_head_dim`` elements a token and layer.
+
+    With an fp8 cache this is the plain layout, one byte an element; layouts with scales inside the row (656 bytes in
+    vLLM's ``fp8_ds_mla``) are for the engine to report.
+    """
     depth = fields.layers()
     cache = LatentSpec(fields.integer("kv_lora_rank") + fields.integer("qk_rope_head_dim"))
     layers = tuple(LayerSpec(i, f"model.layers.{i}.self_attn.attn", "mla", cache) for i in range(depth))
