@@ -168,19 +168,32 @@ class NixlDriver:
             raise KvxferError(
                 Reason.PEER_METADATA_INVALID, "metadata of another agent", expected=expected_name, found=claimed
             )
-        with _translated(Reason.PEER_METADATA_INVALID, "the peer's metadata could not be loaded", peer=expected_name):
-            loaded = self._agent.add_remote_agent(metadata)
-        found = loaded.decode("utf-8", "replace") if isinstance(loaded, bytes) else str(loaded)
         try:
-            if found != expected_name:
-                raise KvxferError(
-                    Reason.PEER_METADATA_INVALID, "metadata of another agent", expected=expected_name, found=found
-                )
-            with _translated(Reason.PEER_UNREACHABLE, "no connection to the peer", peer=expected_name):
-                self._agent.make_connection(expected_name)  # returns at once; the handshake itself runs while polling
-        except KvxferError:
-            self.remove_peer(found)
-            raise
+            loaded = self._agent.add_remote_agent(metadata)
+        except Exception as caught:
+            # A blob that is damaged towards its end leaves the first parts behind, and the intact one is then refused.
+            self._forget(expected_name)
+            what = "the peer's metadata could not be loaded"
+            raise _translate(caught, Reason.PEER_METADATA_INVALID, what, peer=expected_name) from None
+        found = loaded.decode("utf-8", "replace") if isinstance(loaded, bytes) else str(loaded)
+        if found != expected_name:
+            self._forget(found)
+            raise KvxferError(
+                Reason.PEER_METADATA_INVALID, "metadata of another agent", expected=expected_name, found=found
+            )
+        try:
+            self._agent.make_connection(expected_name)  # returns at once; the handshake itself runs while polling
+        except Exception as caught:
+            self._forget(expected_name)
+            what = "no connection to the peer"
+            raise _translate(caught, Reason.PEER_UNREACHABLE, what, peer=expected_name) from None
+
+    def _forget(self, name: str) -> None:
+        """Clean up after a failure, which is reported anyway."""
+        try:
+            self._agent.remove_remote_agent(name)
+        except Exception as caught:
+            _log.debug("NIXL: nothing of %s to clean up: %r", name, caught)
 
     def remove_peer(self, name: str) -> None:
         """Forget a peer."""
