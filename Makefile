@@ -1,0 +1,91 @@
+# `make help` lists the targets.  Every target installs what it needs into .venv, once per change of the pins.
+#
+#   PYTHON=python3.12 make test       another interpreter (with a fresh .venv: make clean first)
+#   make demo ARGS="--blocks 64"      arguments for the demo
+#   make test PYTEST_ARGS="-k layout" arguments for pytest
+
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+
+PYTHON ?= python3
+VENV ?= .venv
+PROTO_VENV ?= .venv-proto
+BIN := $(VENV)/bin
+ARGS ?=
+PYTEST_ARGS ?=
+# Test processes.  The tests in tests/integration and tests/xfer that use the real NIXL share one of them.
+JOBS ?= auto
+HYPOTHESIS_PROFILE ?= ci
+
+PIP := -m pip --disable-pip-version-check --no-input install --quiet
+PINNED := --constraint constraints.txt --build-constraint constraints.txt
+VENV_READY := $(VENV)/.ready-venv
+RUN_READY := $(VENV)/.ready-run
+DEV_READY := $(VENV)/.ready-dev
+PROTO_READY := $(PROTO_VENV)/.ready
+PACKAGE_FILES := pyproject.toml constraints.txt
+
+.PHONY: help setup demo test lint format types proto proto-check pytest bench clean
+
+help: ## list the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/\1\t\2/' | while IFS=$$'\t' read -r target what; do printf '  make %-12s %s\n' "$$target" "$$what"; done
+
+setup: $(DEV_READY) $(PROTO_READY) ## install kvxfer, NIXL and the developer tools into .venv
+
+demo: $(RUN_READY) ## run the demo (ARGS="..." are passed on)
+	$(BIN)/kvxfer demo $(ARGS)
+
+test: lint types proto-check pytest ## everything: lint, format, types, protos, generated code, tests
+
+pytest: $(DEV_READY) ## the tests alone (PYTEST_ARGS="...", HYPOTHESIS_PROFILE=dev|ci|soak)
+	HYPOTHESIS_PROFILE=$(HYPOTHESIS_PROFILE) $(BIN)/pytest -n $(JOBS) --dist loadgroup $(PYTEST_ARGS)
+
+lint: $(DEV_READY) ## ruff and buf: style and format, nothing is changed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/buf lint
+	$(BIN)/buf format --diff --exit-code
+
+format: $(DEV_READY) ## rewrite sources and protos in the house format
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(BIN)/buf format --write
+
+types: $(DEV_READY) ## mypy, strict
+	$(BIN)/mypy
+
+proto: $(PROTO_READY) ## regenerate kvxfer/pb from proto/
+	$(PROTO_VENV)/bin/python scripts/gen_proto.py
+
+proto-check: $(PROTO_READY) ## fail if kvxfer/pb is not what proto/ generates
+	$(PROTO_VENV)/bin/python scripts/gen_proto.py --check
+
+bench: $(RUN_READY) ## run the benchmarks (ARGS="..." are passed on)
+	$(BIN)/kvxfer bench $(ARGS)
+
+clean: ## remove the environments and everything else that make has made
+	rm -rf $(VENV) $(PROTO_VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +
+
+$(VENV_READY):
+	@$(PYTHON) -c 'import sys; sys.exit("kvxfer needs Python 3.10 or newer, this is " + sys.version if sys.version_info < (3, 10) else 0)'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python $(PIP) --upgrade 'pip>=25.3'
+	@touch $@
+
+$(RUN_READY): $(VENV_READY) $(PACKAGE_FILES)
+	@echo "Installing kvxfer and NIXL into $(VENV) (with torch, which NIXL needs: this may take a few minutes)"
+	$(BIN)/python $(PIP) $(PINNED) --editable '.[nixl]'
+	@touch $@
+
+$(DEV_READY): $(VENV_READY) $(PACKAGE_FILES)
+	@echo "Installing kvxfer, NIXL and the developer tools into $(VENV) (with torch, which NIXL needs: this may take a few minutes)"
+	$(BIN)/python $(PIP) $(PINNED) --editable '.[nixl]' --group dev
+	@touch $(RUN_READY) $@
+
+$(PROTO_READY): scripts/proto-requirements.txt
+	$(PYTHON) -m venv $(PROTO_VENV)
+	$(PROTO_VENV)/bin/python $(PIP) --requirement scripts/proto-requirements.txt
+	@touch $@

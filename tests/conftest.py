@@ -1,0 +1,43 @@
+"""Settings for the whole suite.
+
+HYPOTHESIS_PROFILE chooses how long the property tests look: ``dev`` (the default), ``ci`` or ``soak``.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+settings.register_profile("dev", max_examples=100, deadline=None)
+settings.register_profile(
+    "ci",
+    max_examples=2_000,
+    deadline=None,
+    derandomize=False,
+    print_blob=True,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.register_profile("soak", settings.get_profile("ci"), max_examples=100_000)
+
+PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "dev")
+settings.load_profile(PROFILE)
+
+# Seconds for one property test that sets no timeout of its own; 0 is no limit.
+PROPERTY_TIMEOUT = {"ci": 300, "soak": 0}
+
+# Tests below these folders that are given to one worker, one after the other, when pytest-xdist runs the suite.
+ONE_AT_A_TIME = ("integration",)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    here = Path(__file__).parent
+    for item in items:
+        of_hypothesis = getattr(getattr(item, "obj", None), "is_hypothesis_test", False)
+        if of_hypothesis and PROFILE in PROPERTY_TIMEOUT and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(PROPERTY_TIMEOUT[PROFILE]))
+        alone = item.path.is_relative_to(here) and item.path.relative_to(here).parts[0] in ONE_AT_A_TIME
+        if (alone or item.get_closest_marker("nixl")) and item.get_closest_marker("xdist_group") is None:
+            item.add_marker(pytest.mark.xdist_group("one-at-a-time"))
