@@ -104,9 +104,10 @@ def granularity(status: os.stat_result) -> int:
 
 
 def _reserve(fd: int, offset: int, size: int) -> None:
-    """Give the range its pages now.  A hole filled later could meet a full tmpfs, which is a SIGBUS instead of an error.
+    """Give the range its pages now.
 
-    The file does not grow and no byte changes.  A file system that cannot do it is left alone.
+    A hole filled later could meet a full tmpfs, which is a SIGBUS instead of an error.  The file does not grow and no
+    byte changes.  A file system that cannot do it is left alone.
     """
     end = offset + size
     while offset < end:

@@ -99,7 +99,10 @@ def adopt_owned(handle: FileHandle, policy: MemoryPolicy) -> OwnedRegion:
 
 
 def list_owned(policy: MemoryPolicy) -> tuple[FileHandle, ...]:
-    """Files that sidecars made and nobody removed: leftovers, or memory of a sidecar that still runs.  Sorted by path."""
+    """Files that sidecars made and nobody removed: leftovers, or memory of a sidecar that still runs.
+
+    Sorted by path.
+    """
     directory = policy.owned
     found: list[FileHandle] = []
     if directory is not None:

@@ -74,7 +74,8 @@ def _leads_away(component: str, status: os.stat_result, *, field: str, what: str
     found = "a symbolic link" if stat.S_ISLNK(status.st_mode) else "no directory"
     return KvxferError(
         Reason.MEMORY_NOT_ALLOWED,
-        f"{what} cannot be reached: {component!r} is {found}; symbolic links are not followed below an allowed directory",
+        f"{what} cannot be reached: {component!r} is {found}; "
+        "symbolic links are not followed below an allowed directory",
         field=field,
         object=what,
         component=component,

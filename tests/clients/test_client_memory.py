@@ -16,11 +16,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from kvxfer_client.memory import SharedRegion
 
 from kvxfer.core.errors import KvxferError, Reason
 from kvxfer.memory.api import MemoryPolicy, open_region
 from kvxfer.memory.handles import Address, FileHandle, Memfd, Owned, OwnedBacking, PosixShm
+from kvxfer_client.memory import SharedRegion
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -143,7 +143,8 @@ def test_arrays_have_their_type_shape_and_place(create: Callable[[int], SharedRe
     region = create(4096)
     array = region.numpy(np.int16, (3, 4, 5), offset=6)
     assert (array.dtype, array.shape) == (np.dtype(np.int16), (3, 4, 5))
-    assert array.flags.c_contiguous and array.flags.writeable
+    assert array.flags.c_contiguous
+    assert array.flags.writeable
     array[:] = np.arange(60).reshape(3, 4, 5)
     assert region.numpy(np.int16, (), offset=6 + 2 * 59).item() == 59
     assert region.numpy(np.int16, (0, 4)).shape == (0, 4)

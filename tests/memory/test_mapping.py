@@ -48,7 +48,7 @@ def test_writes_reach_the_file_and_do_not_change_its_size(numbered: Any, raw: An
     assert after == numbered.data[:70] + b"0123456789" + numbered.data[80:]
 
 
-@pytest.mark.parametrize(("offset", "extra"), [(0, 1), (1, 1), (3 * PAGE + 100, 1), (4 * PAGE, 0)])
+@pytest.mark.parametrize("offset, extra", [(0, 1), (1, 1), (3 * PAGE + 100, 1), (4 * PAGE, 0)])
 def test_a_region_past_the_end_is_refused_before_mapping(
     numbered: Any, refused: Any, usage: Any, offset: int, extra: int
 ) -> None:
@@ -74,10 +74,13 @@ def test_holes_are_filled_and_the_size_stays(tmp_path: Path) -> None:
         map_file(file.fileno(), 0, 64 * PAGE, field="path", what="it").close()
         assert os.fstat(file.fileno()).st_blocks * 512 >= 64 * PAGE
         assert os.fstat(file.fileno()).st_size == 64 * PAGE
+        # As if somebody had cut the file after its size was checked.
+        mapping._reserve(file.fileno(), 0, 65 * PAGE)
+        assert os.fstat(file.fileno()).st_size == 64 * PAGE
 
 
 @pytest.mark.parametrize(
-    ("number", "reason"),
+    "number, reason",
     [(errno.ENOSPC, Reason.MEMORY_LIMIT), (errno.EOPNOTSUPP, None), (errno.EPERM, Reason.MEMORY_NOT_ALLOWED)],
 )
 def test_what_a_file_system_without_room_or_without_fallocate_says(
@@ -112,7 +115,7 @@ def test_a_large_range_is_reserved_in_steps(monkeypatch: pytest.MonkeyPatch, num
 
 
 @pytest.mark.parametrize(
-    ("number", "reason"),
+    "number, reason",
     [
         (errno.ENOMEM, Reason.MEMORY_LIMIT),
         (errno.EACCES, Reason.MEMORY_NOT_ALLOWED),

@@ -102,6 +102,15 @@ def test_files_are_no_memfds_whatever_their_name(
         os.close(fd)
 
 
+def test_a_file_is_not_even_opened(policy: MemoryPolicy, refused: Any) -> None:
+    # A running program cannot be opened for writing: had it been tried, the error would tell of that.
+    fd = os.open("/proc/self/exe", os.O_RDONLY)
+    with refused(Reason.MEMORY_NOT_ALLOWED, "fd") as caught:
+        open_memfd(Memfd(os.getpid(), fd, 0, 1), policy)
+    assert "F_SEAL_SHRINK" in caught[0].message
+    os.close(fd)
+
+
 @pytest.mark.skipif(not os.access("/", os.W_OK), reason="only root may write to /")
 def test_a_file_with_the_very_name_of_a_memfd_fails_at_the_seals(policy: MemoryPolicy, refused: Any) -> None:
     fd = os.open("/memfd:kvxfer-test", os.O_RDWR | os.O_CREAT | os.O_EXCL)

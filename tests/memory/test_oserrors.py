@@ -12,7 +12,7 @@ from kvxfer.memory.oserrors import from_os_error
 
 
 @pytest.mark.parametrize(
-    ("number", "reason"),
+    "number, reason",
     [
         (errno.ENOENT, Reason.MEMORY_HANDLE_INVALID),
         (errno.EACCES, Reason.MEMORY_NOT_ALLOWED),

@@ -13,7 +13,7 @@ from kvxfer.memory.paths import open_below, split_below
 
 
 @pytest.mark.parametrize(
-    ("path", "directories", "expected"),
+    "path, directories, expected",
     [
         ("/a/f", ("/a",), ("/a", ("f",))),
         ("/a/b/f", ("/a",), ("/a", ("b", "f"))),

@@ -28,7 +28,7 @@ def test_the_owned_directory_may_be_searched_too() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "field"),
+    "arguments, field",
     [
         ({"directories": ("a",)}, "directories[0]"),
         ({"directories": ("/a", "/a/../b")}, "directories[1]"),

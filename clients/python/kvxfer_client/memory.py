@@ -28,7 +28,7 @@ import secrets
 import stat
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -37,6 +37,8 @@ from kvxfer.core.errors import KvxferError, Reason
 from kvxfer.memory.handles import FileHandle, Handle, Mappable, Memfd, PosixShm
 
 if TYPE_CHECKING:
+    from typing import Self
+
     import torch
 
 _SHM_DIRECTORY: Final = "/dev/shm"
