@@ -312,7 +312,7 @@ class PumpedEngine:
             finally:
                 await self.release_rows(local)
                 await self.release_rows(remote)
-        except TimeoutError:
+        except (TimeoutError, asyncio.TimeoutError):  # two classes before Python 3.11
             _log.warning("%s: no answer from %s within %.1f s", self._name, peer.name, self._settings.warm_up)
             return None
         except KvxferError as error:

@@ -171,7 +171,9 @@ class NixlDriver:
         try:
             loaded = self._agent.add_remote_agent(metadata)
         except Exception as caught:
-            # A blob that is damaged towards its end leaves the first parts behind, and the intact one is then refused.
+            # A blob that breaks off in its memory section leaves its connection behind in NIXL 1.5.1 whatever is done
+            # here: this agent then refuses that name for good (other names are unaffected).  Hence the digest around
+            # the blob on the wire, and a fresh name for every incarnation.
             self._forget(expected_name)
             what = "the peer's metadata could not be loaded"
             raise _translate(caught, Reason.PEER_METADATA_INVALID, what, peer=expected_name) from None

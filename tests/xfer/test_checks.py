@@ -97,7 +97,9 @@ def test_what_comes_back() -> None:
     assert rows[0, 0] == 1000 and not rows.flags.writeable and not starts.flags.writeable
 
 
-edges = st.sampled_from([0, 1, 2, 1000, 2**31 - 1, 2**31, 2**32, 2**62, 2**63 - 1, 2**63, 2**63 + 1, 2**64 - 2, 2**64 - 1])
+edges = st.sampled_from(
+    [0, 1, 2, 1000, 2**31 - 1, 2**31, 2**32, 2**62, 2**63 - 1, 2**63, 2**63 + 1, 2**64 - 2, 2**64 - 1]
+)
 anything = st.one_of(edges, st.integers(0, 2**64 - 1), st.integers(0, 4000))
 
 

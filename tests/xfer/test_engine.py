@@ -1,0 +1,282 @@
+"""The bookkeeping, over the loopback driver with scripted faults."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import pytest_asyncio
+
+from kvxfer.core.errors import KvxferError, Reason
+from kvxfer.xfer.api import MemoryKind, Peer, Read, ReadState, Rows, Span, TransferEngine
+from kvxfer.xfer.engine import EngineSettings
+from kvxfer.xfer.loopback import Fabric, LoopbackEngine
+
+DRAM = MemoryKind.DRAM
+BLOCK, COUNT = 64, 32
+
+
+def numbers(*values: int) -> npt.NDArray[np.int32]:
+    return np.array(values, dtype=np.int32)
+
+
+@dataclass
+class World:
+    """A reader and a source with 32 blocks of 64 bytes each, joined and prepared."""
+
+    fabric: Fabric
+    reader: LoopbackEngine
+    source: LoopbackEngine
+    into: npt.NDArray[np.uint8]
+    data: npt.NDArray[np.uint8]
+    notes: list[tuple[str, bytes]] = field(default_factory=list)
+    peer: Peer = field(init=False)
+    local: Rows = field(init=False)
+    remote: Rows = field(init=False)
+
+    async def make(self, note: bytes = b"", *blocks: int) -> Read:
+        chosen = numbers(*(blocks or (3, 1)))
+        return await self.reader.make_read(self.local, chosen, self.remote, chosen, note)
+
+
+async def eventually(condition: object) -> None:
+    async with asyncio.timeout(5):
+        while not condition():  # type: ignore[operator]
+            await asyncio.sleep(0.001)
+
+
+@pytest_asyncio.fixture
+async def world() -> AsyncIterator[World]:
+    fabric = Fabric()
+    notes: list[tuple[str, bytes]] = []
+    made = World(
+        fabric,
+        LoopbackEngine("reader", fabric, settings=EngineSettings(warm_up=0.0, drain=0.2)),
+        LoopbackEngine("source", fabric, lambda peer, payload: notes.append((peer, payload))),
+        np.zeros(BLOCK * COUNT, dtype=np.uint8),
+        np.random.default_rng(1).integers(1, 256, BLOCK * COUNT, dtype=np.uint8),
+        notes,
+    )
+    await made.reader.start()
+    await made.source.start()
+    await made.reader.register([Span(made.into.ctypes.data, made.into.nbytes)])
+    span = Span(made.data.ctypes.data, made.data.nbytes)
+    await made.source.register([span])
+    made.peer = await made.reader.add_peer(await made.source.metadata(), "source", spans=[span])
+    row = [[made.into.ctypes.data, BLOCK, 0, BLOCK, COUNT]]
+    made.local = await made.reader.prepare_local(np.array(row, dtype=np.uint64), DRAM, made.peer)
+    row[0][0] = made.data.ctypes.data
+    made.remote = await made.reader.prepare_remote(np.array(row, dtype=np.uint64), DRAM, made.peer)
+    yield made
+    fabric.let_go()
+    await made.reader.close()
+    await made.source.close()
+
+
+def conforms(engine: LoopbackEngine) -> TransferEngine:
+    return engine
+
+
+async def test_bytes_and_notification(world: World) -> None:
+    with world.source.serving():
+        result = await world.reader.post(await world.make(b"hello", 5, 0, 31))
+        await eventually(lambda: world.notes)
+    assert result.bytes == 3 * BLOCK
+    expected = np.zeros_like(world.into)
+    for block in (5, 0, 31):
+        expected[block * BLOCK : (block + 1) * BLOCK] = world.data[block * BLOCK : (block + 1) * BLOCK]
+    assert np.array_equal(world.into, expected)
+    assert world.notes == [("reader", b"hello")]
+
+
+async def test_nothing_is_seen_without_demand(world: World) -> None:
+    await world.reader.post(await world.make(b"hello"))
+    await asyncio.sleep(0.05)
+    assert world.notes == [] and (await world.source.info()).counters.polls == 0
+    demand = world.source.connected()
+    await eventually(lambda: world.notes)
+    demand.close()
+    demand.close()
+    await world.source.metadata()
+    polls = (await world.source.info()).counters.polls
+    await asyncio.sleep(0.05)
+    assert (await world.source.info()).counters.polls <= polls + 1
+
+
+async def test_lost_and_duplicate_notifications(world: World) -> None:
+    world.fabric.lose_notifications()
+    world.fabric.duplicate_notifications()
+    with world.source.serving():
+        for note in (b"1", b"2", b"3"):
+            await world.reader.post(await world.make(note))
+        await eventually(lambda: len(world.notes) == 3)
+    assert [note for _, note in world.notes] == [b"2", b"2", b"3"]
+
+
+@pytest.mark.parametrize("reason", [Reason.TRANSFER_FAILED, Reason.PEER_LOST])
+async def test_the_kth_post_fails(world: World, reason: Reason) -> None:
+    world.fabric.fail_post(2, reason)
+    await world.reader.post(await world.make())
+    read = await world.make()
+    with pytest.raises(KvxferError) as caught:
+        await world.reader.post(read)
+    assert caught.value.reason is reason and caught.value.metadata["peer"] == "source"
+    await asyncio.wait_for(read.quiesced, 1)
+    assert read.state is ReadState.FAILED
+    with pytest.raises(KvxferError, match="TRANSFER_STATE"):
+        await world.reader.post(read)
+    await world.reader.release(read)
+    await world.reader.post(await world.make())
+
+
+async def test_a_cancelled_read_drains(world: World) -> None:
+    world.fabric.hold()
+    read = await world.make()
+    posting = asyncio.ensure_future(world.reader.post(read))
+    await eventually(lambda: world.fabric.posts == 1)
+    posting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await posting
+    assert read.state is ReadState.POSTED and not read.is_quiesced and not world.into.any()
+    with pytest.raises(KvxferError, match="TRANSFER_STATE"):
+        await world.reader.release(read)
+    with pytest.raises(KvxferError, match="TRANSFER_STATE"):
+        await world.reader.remove_peer(world.peer)
+    first = asyncio.ensure_future(_wait(read))
+    await asyncio.sleep(0.01)
+    first.cancel()
+    assert not read.is_quiesced
+    world.fabric.let_go()
+    await asyncio.wait_for(read.quiesced, 1)
+    assert read.state is ReadState.DONE and world.into.any()
+    assert (await world.reader.info()).in_flight == 0
+
+
+async def _wait(read: Read) -> None:
+    await read.quiesced
+
+
+async def test_a_read_cancelled_before_it_was_handed_over_is_never_posted(world: World) -> None:
+    read = await world.make()
+    busy = world.reader._pump().call(lambda _: time.sleep(0.05))
+    posting = asyncio.ensure_future(world.reader.post(read))
+    await asyncio.sleep(0)
+    posting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await posting
+    await asyncio.wait_for(read.quiesced, 1)
+    await busy
+    assert world.fabric.posts == 0 and read.state is ReadState.FAILED and not world.into.any()
+    assert (await world.reader.info()).reads == 0
+
+
+async def test_lists_stay_until_the_last_read_is_gone(world: World) -> None:
+    world.fabric.hold()
+    read = await world.make()
+    posting = asyncio.ensure_future(world.reader.post(read))
+    await eventually(lambda: world.fabric.posts == 1)
+    alive = len(world.reader.driver.alive)
+    await world.reader.release_rows(world.local)
+    await world.reader.release_rows(world.remote)
+    assert len(world.reader.driver.alive) == alive == 4  # registration, two lists, request
+    with pytest.raises(KvxferError, match="NO_HANDSHAKE"):
+        await world.make()
+    world.fabric.let_go()
+    await posting
+    await eventually(lambda: len(world.reader.driver.alive) == 1)
+    assert (await world.reader.info()).rows == 0
+
+
+async def test_a_peer_vanishes_in_flight(world: World) -> None:
+    world.fabric.hold()
+    read = await world.make()
+    posting = asyncio.ensure_future(world.reader.post(read))
+    await eventually(lambda: world.fabric.posts == 1)
+    world.fabric.vanish("source")
+    with pytest.raises(KvxferError, match="PEER_LOST"):
+        await posting
+    await read.quiesced
+    await world.reader.remove_peer(world.peer)
+    info = await world.reader.info()
+    assert (info.peers, info.rows, info.reads) == (0, 0, 0)
+
+
+async def test_removing_a_peer_frees_what_was_made_for_it(world: World) -> None:
+    unposted = await world.make()
+    await world.reader.remove_peer(world.peer)
+    assert unposted.state is ReadState.RELEASED
+    await eventually(lambda: len(world.reader.driver.alive) == 1)
+    with pytest.raises(KvxferError, match="TRANSFER_STATE"):
+        await world.reader.post(unposted)
+
+
+async def test_calls_that_are_cancelled_leave_nothing_behind(world: World) -> None:
+    before = len(world.reader.driver.alive)
+    row = np.array([[world.into.ctypes.data, 1, 0, 1, 1]], dtype=np.uint64)
+    calls = [
+        world.make(),
+        world.reader.prepare_local(row, DRAM, world.peer),
+        world.make(),
+    ]
+    tasks = [asyncio.ensure_future(call) for call in calls]
+    await asyncio.sleep(0)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    await eventually(lambda: len(world.reader.driver.alive) == before)
+    await world.reader.release_rows(world.local)
+    await world.reader.release_rows(world.remote)
+    await eventually(lambda: len(world.reader.driver.alive) == 1)
+
+
+async def test_closing_gives_up_after_the_drain(world: World) -> None:
+    world.fabric.hold()
+    read = await world.make()
+    posting = asyncio.ensure_future(world.reader.post(read))
+    await eventually(lambda: world.fabric.posts == 1)
+    await world.reader.close()
+    assert read.is_quiesced
+    with pytest.raises(KvxferError, match="SHUTTING_DOWN"):
+        await posting
+    world.fabric.let_go()
+    await asyncio.sleep(0.02)
+    assert not world.into.any()
+    with pytest.raises(KvxferError, match="SHUTTING_DOWN"):
+        await world.make()
+
+
+async def test_a_failing_receiver_of_notifications_does_not_stop_the_others(world: World) -> None:
+    seen: list[bytes] = []
+
+    def handler(_: str, payload: bytes) -> None:
+        seen.append(payload)
+        raise ValueError("a bug of the receiver")
+
+    async with asyncio.timeout(5):
+        other = LoopbackEngine("other", world.fabric, handler)
+        await other.start()
+        world.fabric.notify("x", "other", b"1")
+        world.fabric.notify("x", "other", b"2")
+        with other.serving():
+            await eventually(lambda: len(seen) == 2)
+        await other.close()
+
+
+async def test_starting_fails_cleanly(world: World) -> None:
+    twin = LoopbackEngine("reader", world.fabric)
+    with pytest.raises(KvxferError, match="INTERNAL"):
+        await twin.start()
+    await twin.close()
+    with pytest.raises(KvxferError, match="SHUTTING_DOWN"):
+        await twin.metadata()
+
+
+async def test_an_unforeseen_failure_is_internal_and_the_thread_lives_on(world: World) -> None:
+    with pytest.raises(KvxferError, match="INTERNAL"):
+        await world.reader._pump().call(lambda _: 1 // 0)
+    await world.reader.post(await world.make())
