@@ -17,10 +17,11 @@ that awaits :meth:`TransferEngine.post` therefore only stops the waiting; the en
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from types import TracebackType
-from typing import Awaitable, Callable, Final, Mapping, Protocol, Sequence
+from typing import Final, Protocol
 
 import numpy as np
 import numpy.typing as npt

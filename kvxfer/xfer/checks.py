@@ -6,8 +6,9 @@ word, and some of them kill the *peer*.  So every number is checked here.  Pure,
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
-from typing import Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -42,7 +43,7 @@ def check_spans(spans: Sequence[Span], against: Sequence[Span] = ()) -> tuple[Sp
         places[span.kind, span.device].append(span)
     for together in places.values():
         together.sort(key=lambda s: s.address)
-        for low, high in zip(together, together[1:], strict=False):
+        for low, high in itertools.pairwise(together):
             if low.address + low.length > high.address:
                 raise _invalid(
                     "spans must not overlap",

@@ -9,8 +9,9 @@ import asyncio
 import itertools
 import logging
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Awaitable, Final, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -31,6 +32,7 @@ from kvxfer.xfer.api import (
     Span,
 )
 from kvxfer.xfer.checks import check_read, check_rows, check_spans, require_mapped
+from kvxfer.xfer.handles import PumpedRead, RowsEntry
 from kvxfer.xfer.pump import Driver, Job, LibraryInfo, Pump, PumpSettings
 
 _log = logging.getLogger(__name__)
@@ -48,53 +50,6 @@ class EngineSettings:
     pump: PumpSettings = field(default_factory=PumpSettings)
     drain: float = 5.0
     warm_up: float = 5.0
-
-
-class PumpedRead:
-    """The engine's side of :class:`kvxfer.xfer.api.Read`."""
-
-    __slots__ = ("_quiesced", "abandoned", "bytes", "descriptors", "handle", "local", "make_seconds", "remote", "state")
-
-    def __init__(self, handle: Any, local: Rows, remote: Rows, nbytes: int, descriptors: int, seconds: float) -> None:
-        self.handle: Any = handle
-        self.local: Final = local
-        self.remote: Final = remote
-        self.bytes: Final = nbytes
-        self.descriptors: Final = descriptors
-        self.make_seconds: Final = seconds
-        self.state = ReadState.READY
-        self.abandoned = False
-        self._quiesced: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-
-    @property
-    def peer(self) -> Peer:
-        """Whose memory it reads."""
-        return self.remote.peer
-
-    @property
-    def is_quiesced(self) -> bool:
-        """Whether nothing writes into its local blocks any more."""
-        return self.state is ReadState.READY or self._quiesced.done()
-
-    @property
-    def quiesced(self) -> Awaitable[None]:
-        """A fresh awaitable; cancelling it does not disturb other waiters."""
-        return asyncio.shield(self._quiesced)
-
-    def let_go(self) -> None:
-        """Note that the library has freed the request."""
-        self.handle = None
-        if not self._quiesced.done():
-            self._quiesced.set_result(None)
-
-
-@dataclass(slots=True)
-class _RowsEntry:
-    rows: Rows
-    handle: Any
-    registrations: frozenset[int]
-    users: int = 0
-    closing: bool = False
 
 
 class PumpedEngine:
@@ -127,7 +82,7 @@ class PumpedEngine:
         self._registrations: dict[int, tuple[Registration, Any]] = {}
         self._peers: dict[str, Peer] = {}
         self._adding: set[str] = set()
-        self._rows: dict[int, _RowsEntry] = {}
+        self._rows: dict[int, RowsEntry] = {}
         self._reads: set[PumpedRead] = set()
         self._tasks: set[asyncio.Future[None]] = set()
         self._scratch: np.ndarray[Any, np.dtype[np.uint8]] | None = None
@@ -374,7 +329,7 @@ class PumpedEngine:
         checked, starts, touched = check_rows(rows, kind, owners, "remote" if remote else "local")
         result = Rows(next(self._ids), known, kind, remote, checked, starts)
         # Entered before the library is asked, so that deregister() sees the memory in use meanwhile.
-        entry = _RowsEntry(result, None, frozenset() if remote else touched)
+        entry = RowsEntry(result, None, frozenset() if remote else touched)
         self._rows[result.id] = entry
 
         def unwanted(handle: Any) -> None:
@@ -397,7 +352,7 @@ class PumpedEngine:
             entry.closing = True
             await self._free_rows(entry)
 
-    async def _free_rows(self, entry: _RowsEntry) -> None:
+    async def _free_rows(self, entry: RowsEntry) -> None:
         if entry.users or not entry.closing or self._state != "open" or self._running is None:
             return
         if self._rows.pop(entry.rows.id, None) is not None:
@@ -447,7 +402,7 @@ class PumpedEngine:
         self._reads.add(read)
         return read
 
-    def _entry(self, rows: Rows, *, remote: bool) -> _RowsEntry:
+    def _entry(self, rows: Rows, *, remote: bool) -> RowsEntry:
         entry = self._rows.get(rows.id)
         if entry is None or entry.rows is not rows or entry.closing or entry.handle is None:
             raise KvxferError(
@@ -459,7 +414,7 @@ class PumpedEngine:
             )
         return entry
 
-    def _unuse(self, *entries: _RowsEntry) -> None:
+    def _unuse(self, *entries: RowsEntry) -> None:
         for entry in entries:
             entry.users -= 1
             if entry.closing and not entry.users and self._rows.pop(entry.rows.id, None) is not None:

@@ -6,8 +6,9 @@ import ctypes
 import os
 import re
 import sys
+from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Final, Mapping, NoReturn
+from typing import Final, NoReturn
 
 #: Set where the user has set nothing, before the first agent of the process is created.
 UCX_DEFAULTS: Final[Mapping[str, str]] = MappingProxyType(

@@ -9,8 +9,9 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Sequence
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt

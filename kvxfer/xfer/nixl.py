@@ -12,8 +12,9 @@ import importlib.metadata
 import itertools
 import logging
 import struct
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Final, Iterator, Mapping, Sequence
+from typing import Any, Final
 
 from kvxfer.core.errors import KvxferError, Reason
 from kvxfer.xfer.api import Indices, MemoryKind, NotificationHandler, RowArray, Span, Telemetry

@@ -21,8 +21,9 @@ import queue
 import threading
 import time
 from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Callable, Final, Mapping, Protocol, Sequence
+from typing import Any, Final, Protocol
 
 from kvxfer.core.errors import KvxferError, Reason
 from kvxfer.xfer.api import (
@@ -218,7 +219,7 @@ class Pump:
                 if self._stopping:
                     raise KvxferError(Reason.SHUTTING_DOWN, "the transfer engine is closing")
                 result = function(self._driver)
-            except Exception as caught:  # whatever it is, the caller must learn of it and the thread must live on
+            except Exception as caught:
                 error = self._as_ours(caught)
             self._outbox.append(lambda: settle(result, error))
 
@@ -246,7 +247,7 @@ class Pump:
             action = self._outbox.popleft()
             try:
                 action()
-            except Exception:  # one receiver's mistake must not swallow the results of the others
+            except Exception:
                 _log.exception("a receiver of transfer results failed")
 
     # --- on the thread ---------------------------------------------------------------------------------------------
@@ -360,7 +361,7 @@ class Pump:
         telemetry: Telemetry | None = None
         try:
             telemetry = self._driver.telemetry(job.handle)
-        except Exception as caught:  # the bytes did arrive: missing figures must not fail the read
+        except Exception as caught:
             self._complain("reading the telemetry of a request failed", caught)
         result = ReadResult(
             bytes=job.bytes,

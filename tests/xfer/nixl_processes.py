@@ -1,4 +1,4 @@
-"""Processes for the tests with real NIXL: a target that serves memory, and scenarios that run in a process of their own.
+"""Processes for the tests with real NIXL: a target that serves memory, and scenarios in a process of their own.
 
 NIXL can abort its process, and UCX reads its environment once; so nothing of it happens in the process of pytest.
 A target ends when its controller goes away, so that a killed scenario leaves nothing behind.
@@ -24,6 +24,7 @@ from kvxfer.xfer.api import Demand, Span
 from kvxfer.xfer.engine import EngineSettings
 from kvxfer.xfer.environment import hard_exit
 from kvxfer.xfer.nixl import NixlEngine
+from tests.xfer.waiting import until
 
 _SPAWN = multiprocessing.get_context("spawn")
 Bytes = npt.NDArray[np.uint8]
@@ -36,15 +37,6 @@ def pattern(size: int, seed: int) -> Bytes:
 
 def span_of(memory: Bytes) -> Span:
     return Span(memory.ctypes.data, memory.nbytes)
-
-
-async def until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
-    """Poll a condition, with a deadline."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > deadline:
-            raise AssertionError("the condition did not come true in time")
-        await asyncio.sleep(0.001)
 
 
 def cpu_seconds() -> float:
@@ -100,7 +92,7 @@ async def _target(pipe: Connection, name: str, size: int, seed: int) -> None:
 def _target_main(pipe: Connection, name: str, size: int, seed: int) -> None:
     try:
         asyncio.run(_target(pipe, name, size, seed))
-    except BaseException:
+    except BaseException:  # noqa: BLE001  reported, whatever it is
         traceback.print_exc()
         hard_exit(1)
     hard_exit(0)
@@ -170,7 +162,7 @@ def _scenario_main(scenario: Callable[[], Awaitable[None]], environment: Mapping
     os.environ.update(environment)
     try:
         asyncio.run(_awaited(scenario))
-    except BaseException:
+    except BaseException:  # noqa: BLE001  reported, whatever it is
         errors.send(traceback.format_exc())
         hard_exit(1)
     hard_exit(0)

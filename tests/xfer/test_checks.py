@@ -35,7 +35,7 @@ def test_sound_rows(line: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "reason"),
+    "line, reason",
     [
         ((1000, 0, 0, 10, 1), Reason.FIELD_INVALID),
         ((1000, 10, 0, 10, 0), Reason.FIELD_INVALID),
@@ -91,10 +91,13 @@ def test_rows_of_another_form(rows: object) -> None:
 def test_what_comes_back() -> None:
     given_rows = np.array([(1000, 10, 0, 20, 3), (2000, 5, 0, 0, 1)], dtype=np.uint64)
     rows, starts, touched = check_rows(given_rows, DRAM, SPANS, "local")
-    assert starts.tolist() == [0, 3, 4] and touched == {1, 2}
+    assert starts.tolist() == [0, 3, 4]
+    assert touched == {1, 2}
     assert rows[1].tolist() == [2000, 5, 0, 5, 1]
     given_rows[:] = 0
-    assert rows[0, 0] == 1000 and not rows.flags.writeable and not starts.flags.writeable
+    assert rows[0, 0] == 1000
+    assert not rows.flags.writeable
+    assert not starts.flags.writeable
 
 
 edges = st.sampled_from(

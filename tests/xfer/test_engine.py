@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -16,6 +16,7 @@ from kvxfer.core.errors import KvxferError, Reason
 from kvxfer.xfer.api import MemoryKind, Peer, Read, ReadState, Rows, Span, TransferEngine
 from kvxfer.xfer.engine import EngineSettings
 from kvxfer.xfer.loopback import Fabric, LoopbackEngine
+from tests.xfer.waiting import state_of, until
 
 DRAM = MemoryKind.DRAM
 BLOCK, COUNT = 64, 32
@@ -44,10 +45,8 @@ class World:
         return await self.reader.make_read(self.local, chosen, self.remote, chosen, note)
 
 
-async def eventually(condition: object) -> None:
-    async with asyncio.timeout(5):
-        while not condition():  # type: ignore[operator]
-            await asyncio.sleep(0.001)
+async def eventually(condition: Callable[[], object]) -> None:
+    await until(condition, 5.0)
 
 
 @pytest_asyncio.fixture
@@ -97,7 +96,8 @@ async def test_bytes_and_notification(world: World) -> None:
 async def test_nothing_is_seen_without_demand(world: World) -> None:
     await world.reader.post(await world.make(b"hello"))
     await asyncio.sleep(0.05)
-    assert world.notes == [] and (await world.source.info()).counters.polls == 0
+    assert world.notes == []
+    assert (await world.source.info()).counters.polls == 0
     demand = world.source.connected()
     await eventually(lambda: world.notes)
     demand.close()
@@ -125,9 +125,10 @@ async def test_the_kth_post_fails(world: World, reason: Reason) -> None:
     read = await world.make()
     with pytest.raises(KvxferError) as caught:
         await world.reader.post(read)
-    assert caught.value.reason is reason and caught.value.metadata["peer"] == "source"
+    assert caught.value.reason is reason
+    assert caught.value.metadata["peer"] == "source"
     await asyncio.wait_for(read.quiesced, 1)
-    assert read.state is ReadState.FAILED
+    assert state_of(read) is ReadState.FAILED
     with pytest.raises(KvxferError, match="TRANSFER_STATE"):
         await world.reader.post(read)
     await world.reader.release(read)
@@ -142,7 +143,9 @@ async def test_a_cancelled_read_drains(world: World) -> None:
     posting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await posting
-    assert read.state is ReadState.POSTED and not read.is_quiesced and not world.into.any()
+    assert state_of(read) is ReadState.POSTED
+    assert not read.is_quiesced
+    assert not world.into.any()
     with pytest.raises(KvxferError, match="TRANSFER_STATE"):
         await world.reader.release(read)
     with pytest.raises(KvxferError, match="TRANSFER_STATE"):
@@ -153,7 +156,8 @@ async def test_a_cancelled_read_drains(world: World) -> None:
     assert not read.is_quiesced
     world.fabric.let_go()
     await asyncio.wait_for(read.quiesced, 1)
-    assert read.state is ReadState.DONE and world.into.any()
+    assert state_of(read) is ReadState.DONE
+    assert world.into.any()
     assert (await world.reader.info()).in_flight == 0
 
 
@@ -171,7 +175,9 @@ async def test_a_read_cancelled_before_it_was_handed_over_is_never_posted(world:
         await posting
     await asyncio.wait_for(read.quiesced, 1)
     await busy
-    assert world.fabric.posts == 0 and read.state is ReadState.FAILED and not world.into.any()
+    assert world.fabric.posts == 0
+    assert state_of(read) is ReadState.FAILED
+    assert not world.into.any()
     assert (await world.reader.info()).reads == 0
 
 
@@ -209,7 +215,7 @@ async def test_a_peer_vanishes_in_flight(world: World) -> None:
 async def test_removing_a_peer_frees_what_was_made_for_it(world: World) -> None:
     unposted = await world.make()
     await world.reader.remove_peer(world.peer)
-    assert unposted.state is ReadState.RELEASED
+    assert state_of(unposted) is ReadState.RELEASED
     await eventually(lambda: len(world.reader.driver.alive) == 1)
     with pytest.raises(KvxferError, match="TRANSFER_STATE"):
         await world.reader.post(unposted)
@@ -257,14 +263,13 @@ async def test_a_failing_receiver_of_notifications_does_not_stop_the_others(worl
         seen.append(payload)
         raise ValueError("a bug of the receiver")
 
-    async with asyncio.timeout(5):
-        other = LoopbackEngine("other", world.fabric, handler)
-        await other.start()
-        world.fabric.notify("x", "other", b"1")
-        world.fabric.notify("x", "other", b"2")
-        with other.serving():
-            await eventually(lambda: len(seen) == 2)
-        await other.close()
+    other = LoopbackEngine("other", world.fabric, handler)
+    await other.start()
+    world.fabric.notify("x", "other", b"1")
+    world.fabric.notify("x", "other", b"2")
+    with other.serving():
+        await eventually(lambda: len(seen) == 2)
+    await other.close()
 
 
 async def test_starting_fails_cleanly(world: World) -> None:
