@@ -15,9 +15,13 @@ PROTO_VENV ?= .venv-proto
 BIN := $(VENV)/bin
 ARGS ?=
 PYTEST_ARGS ?=
-# Test processes.  The tests in tests/integration and tests/xfer that use the real NIXL share one of them.
+# Processes for the tests that may share the machine; those that use the real NIXL run alone, after them.
 JOBS ?= auto
 HYPOTHESIS_PROFILE ?= ci
+
+PYTEST = HYPOTHESIS_PROFILE=$(HYPOTHESIS_PROFILE) $(BIN)/pytest
+# pytest ends with 5 when PYTEST_ARGS leave one of the two runs without a test.
+NOTHING_SELECTED = [ $$? -eq 5 -a -n '$(subst ','\'',$(PYTEST_ARGS))' ]
 
 PIP := -m pip --disable-pip-version-check --no-input install --quiet
 PINNED := --constraint constraints.txt --build-constraint constraints.txt
@@ -40,7 +44,8 @@ demo: $(RUN_READY) ## run the demo (ARGS="..." are passed on)
 test: lint types proto-check pytest ## everything: lint, format, types, protos, generated code, tests
 
 pytest: $(DEV_READY) ## the tests alone (PYTEST_ARGS="...", HYPOTHESIS_PROFILE=dev|ci|soak)
-	HYPOTHESIS_PROFILE=$(HYPOTHESIS_PROFILE) $(BIN)/pytest -n $(JOBS) --dist loadgroup $(PYTEST_ARGS)
+	$(PYTEST) -m 'not nixl' -n $(JOBS) $(PYTEST_ARGS) || $(NOTHING_SELECTED)
+	$(PYTEST) -m nixl $(PYTEST_ARGS) || $(NOTHING_SELECTED)
 
 lint: $(DEV_READY) ## ruff and buf: style and format, nothing is changed
 	$(BIN)/ruff check .

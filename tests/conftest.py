@@ -28,16 +28,16 @@ settings.load_profile(PROFILE)
 # Seconds for one property test that sets no timeout of its own; 0 is no limit.
 PROPERTY_TIMEOUT = {"ci": 300, "soak": 0}
 
-# Tests below these folders that are given to one worker, one after the other, when pytest-xdist runs the suite.
-ONE_AT_A_TIME = ("integration",)
+# What uses the real NIXL.  It spins while it transfers, and its tests watch the clock: they run alone, after the others.
+NIXL = ("integration/", "xfer/test_nixl.py")
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     here = Path(__file__).parent
     for item in items:
         of_hypothesis = getattr(getattr(item, "obj", None), "is_hypothesis_test", False)
         if of_hypothesis and PROFILE in PROPERTY_TIMEOUT and item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(PROPERTY_TIMEOUT[PROFILE]))
-        alone = item.path.is_relative_to(here) and item.path.relative_to(here).parts[0] in ONE_AT_A_TIME
-        if (alone or item.get_closest_marker("nixl")) and item.get_closest_marker("xdist_group") is None:
-            item.add_marker(pytest.mark.xdist_group("one-at-a-time"))
+        if item.path.is_relative_to(here) and item.path.relative_to(here).as_posix().startswith(NIXL):
+            item.add_marker(pytest.mark.nixl)
