@@ -28,7 +28,7 @@ settings.load_profile(PROFILE)
 # Seconds for one property test that sets no timeout of its own; 0 is no limit.
 PROPERTY_TIMEOUT = {"ci": 300, "soak": 0}
 
-# What uses the real NIXL.  It spins while it transfers, and its tests watch the clock: they run alone, after the others.
+# What uses the real NIXL.  It spins while it transfers and its tests watch the clock: they run alone, after the rest.
 NIXL = ("integration/", "xfer/test_nixl.py")
 
 
