@@ -646,8 +646,8 @@ class BlockList(_message.Message):
     @_builtins.property
     def block_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """OPTIONAL.  Block IDs; -1 is a null block, which may stand wherever nothing is read.  Below the group's number of
-        blocks, each at most once in all groups that share memory.  All lists of a message together: at most 4,000,000 IDs
-        (and 16 MiB).
+        blocks, each at most once in all groups that share memory.  All lists of a message together: at most 1,048,576
+        IDs.
         """
 
     @_builtins.property
