@@ -219,7 +219,7 @@ class Pump:
                 if self._stopping:
                     raise KvxferError(Reason.SHUTTING_DOWN, "the transfer engine is closing")
                 result = function(self._driver)
-            except Exception as caught:
+            except Exception as caught:  # noqa: BLE001  the thread must live on
                 error = self._as_ours(caught)
             self._outbox.append(lambda: settle(result, error))
 
@@ -247,7 +247,7 @@ class Pump:
             action = self._outbox.popleft()
             try:
                 action()
-            except Exception:
+            except Exception:  # noqa: BLE001  the thread must live on
                 _log.exception("a receiver of transfer results failed")
 
     # --- on the thread ---------------------------------------------------------------------------------------------
@@ -260,7 +260,7 @@ class Pump:
             self._flush()
         try:
             self._driver.close()
-        except Exception as caught:
+        except Exception as caught:  # noqa: BLE001  the thread must live on
             _log.error("destroying the transfer agent failed: %s", self._as_ours(caught))
         gone = KvxferError(Reason.SHUTTING_DOWN, "the transfer engine was closed while the read was posted")
         for job in self._posted:
@@ -314,7 +314,7 @@ class Pump:
             self._lingering = [job for job in self._lingering if not self._free(job)]
         try:
             arrived = self._driver.notifications()
-        except Exception as caught:
+        except Exception as caught:  # noqa: BLE001  the thread must live on
             self.counters.poll_errors += 1
             self._complain("polling for notifications failed", caught)
             return
@@ -347,7 +347,7 @@ class Pump:
         """Post or check a request; true when nothing more has to be done for it here."""
         try:
             complete = step(job.handle)
-        except Exception as caught:
+        except Exception as caught:  # noqa: BLE001  the thread must live on
             error = self._as_ours(caught)
             self.counters.failed += 1
             self._settle(job, KvxferError(error.reason, error.message, **{**error.metadata, "peer": job.peer}))
@@ -361,7 +361,7 @@ class Pump:
         telemetry: Telemetry | None = None
         try:
             telemetry = self._driver.telemetry(job.handle)
-        except Exception as caught:
+        except Exception as caught:  # noqa: BLE001  the thread must live on
             self._complain("reading the telemetry of a request failed", caught)
         result = ReadResult(
             bytes=job.bytes,
@@ -390,7 +390,7 @@ class Pump:
         """Free a settled request; false while the library still holds on to it (then some of it is still moving)."""
         try:
             self._driver.release(job.handle)
-        except Exception as caught:
+        except Exception as caught:  # noqa: BLE001  the thread must live on
             self._complain("a finished request cannot be freed yet", caught)
             return False
         self.counters.released += 1

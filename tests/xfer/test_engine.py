@@ -100,6 +100,8 @@ async def test_nothing_is_seen_without_demand(world: World) -> None:
     assert (await world.source.info()).counters.polls == 0
     demand = world.source.connected()
     await eventually(lambda: world.notes)
+    world.fabric.notify("reader", "source", b"later")  # while the thread has nothing to wake it but its own interval
+    await eventually(lambda: len(world.notes) == 2)
     demand.close()
     demand.close()
     await world.source.metadata()

@@ -18,6 +18,7 @@ from kvxfer.core.errors import KvxferError, Reason
 from kvxfer.xfer.api import MemoryKind, Peer, Read, ReadResult, ReadState, RowArray, Rows, TransferEngine
 from kvxfer.xfer.engine import EngineSettings
 from kvxfer.xfer.environment import UCX_DEFAULTS
+from kvxfer.xfer.nixl import NixlEngine
 from tests.xfer.nixl_processes import Bytes, Target, cpu_seconds, pattern, reader, run, span_of, target
 from tests.xfer.waiting import state_of, until
 
@@ -329,10 +330,23 @@ def test_cancelling_drains_and_quiesced_comes_at_the_end() -> None:
     run(cancelled, TCP)
 
 
+def sockets() -> int:
+    found = 0
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # the one that the listing itself used
+            found += os.readlink(f"/proc/self/fd/{name}").startswith("socket:")
+    return found
+
+
 async def closed_in_flight() -> None:
-    async with target(size=256 << 20) as it, reader(settings=EngineSettings(drain=0.0)) as engine:
+    async with target(size=256 << 20) as it:
+        before = sockets()
+        engine = NixlEngine("reader-1", settings=EngineSettings(drain=0.0))
+        await engine.start()
         memory, _, read, posted = await big_read(engine, it)
+        assert sockets() > before
         await engine.close()
+        assert sockets() == before, "the agent is still there"
         assert read.is_quiesced
         assert state_of(read) is ReadState.FAILED
         frozen = memory.copy()
