@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import StrEnum
+from enum import Enum
 from types import MappingProxyType
 from typing import Any, Final
 
 
-class Code(StrEnum):
+class Code(str, Enum):
     """The gRPC status codes that kvxfer uses, by name (the core does not import grpc)."""
 
     INVALID_ARGUMENT = "INVALID_ARGUMENT"
@@ -31,7 +31,7 @@ class Code(StrEnum):
     INTERNAL = "INTERNAL"
 
 
-class Fault(StrEnum):
+class Fault(str, Enum):
     """Whose doing it was: who has to change something before it can work."""
 
     CALLER = "caller"
@@ -39,7 +39,7 @@ class Fault(StrEnum):
     LOCAL = "local"
 
 
-class Reason(StrEnum):
+class Reason(str, Enum):
     """Every reason that kvxfer gives, in the order of a request's life."""
 
     FIELD_INVALID = "FIELD_INVALID"

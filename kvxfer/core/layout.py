@@ -14,7 +14,7 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from enum import StrEnum
+from enum import Enum
 from functools import cached_property
 from typing import Final
 
@@ -36,21 +36,21 @@ MAX_SHARING_PAIRS: Final = 250_000
 _NAME: Final = re.compile(r"[!-~]([ -~]*[!-~])?")
 
 
-class MemoryKind(StrEnum):
+class MemoryKind(str, Enum):
     """Where a region lies."""
 
     DRAM = "dram"
     VRAM = "vram"
 
 
-class GroupKind(StrEnum):
+class GroupKind(str, Enum):
     """What a block of a group is: ``block_tokens`` tokens of a sequence, or one state snapshot."""
 
     ATTENTION = "attention"
     STATE = "state"
 
 
-class AxisKind(StrEnum):
+class AxisKind(str, Enum):
     """What an axis counts.
 
     ``TOKEN``: positions inside a kernel block.  ``UNIT``: what tensor parallelism shards (KV heads, channels, SSM
@@ -180,8 +180,8 @@ class Component:
         if clash := self.box.clashing_dim():
             raise invalid(
                 "axes",
-                f"component {self.name}: an axis of extent {clash.extent} steps by {clash.stride} bytes, less than what "
-                "lies inside it",
+                f"component {self.name}: an axis of extent {clash.extent} steps by {clash.stride} bytes, less than "
+                "what lies inside it",
                 component=self.name,
                 stride=clash.stride,
             )
@@ -526,20 +526,15 @@ class Rank:
 
     def __post_init__(self) -> None:
         for axis, rank, size in (("tp", self.tp_rank, self.tp_size), ("pp", self.pp_rank, self.pp_size)):
-            if isinstance(size, bool) or not isinstance(size, int) or not 1 <= size <= 65_536:
-                raise KvxferError(
-                    Reason.FIELD_INVALID,
-                    f"{axis}_size is {size!r}; allowed are 1 to 65536",
-                    field=f"{axis}_size",
-                    value=size,
-                )
-            if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < size:
-                raise KvxferError(
-                    Reason.FIELD_INVALID,
-                    f"{axis}_rank is {rank!r}; allowed are 0 to {size - 1}",
-                    field=f"{axis}_rank",
-                    value=rank,
-                )
+            self._check(f"{axis}_size", size, 1, 65_536)
+            self._check(f"{axis}_rank", rank, 0, size - 1)
+
+    @staticmethod
+    def _check(name: str, value: object, low: int, high: int) -> None:
+        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+            allowed = f"{low} to {high}"
+            message = f"{name} is {value!r}; allowed are {allowed}"
+            raise KvxferError(Reason.FIELD_INVALID, message, field=name, value=value, allowed=allowed)
 
     @property
     def number(self) -> int:

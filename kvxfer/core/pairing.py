@@ -540,6 +540,6 @@ def _warnings(layout: CacheLayout, sources: Sequence[SourcePlan]) -> Iterator[st
                 what = f"{tier.tokens} tokens" if tier.tokens else "snapshot"
                 name = layout.groups[section.local_group].name
                 yield (
-                    f"group {name} from {source.rank}: {len(tier.lengths):,} runs of {mean:,} bytes on average for each "
-                    f"{what}; the layouts have little in common"
+                    f"group {name} from {source.rank}: {len(tier.lengths):,} runs of {mean:,} bytes on average for "
+                    f"each {what}; the layouts have little in common"
                 )

@@ -108,9 +108,9 @@ class _Side:
     lists: Mapping[str, tuple[int, BlockList, Int64, Int64 | None]]
 
     def error(self, reason: Reason, group: str, message: str, what: str = "block_ids", **values: object) -> KvxferError:
-        where = f"{self.name}_blocks[{self.lists[group][0]}].{what}" if group in self.lists else f"{self.name}_blocks"
+        where = f"{_path(self.name)}[{self.lists[group][0]}].{what}" if group in self.lists else _path(self.name)
         return KvxferError(
-            reason, f"{self.name} group {group}: {message}", field=where, side=self.name, group=group, **values
+            reason, f"{self.name} group {group}: {message}".lstrip(), field=where, side=self.name, group=group, **values
         )
 
 
@@ -150,7 +150,20 @@ def resolve(plan: Plan, request: Request, limit: int = DESCRIPTOR_LIMIT) -> Read
     return Read(tuple(sources), np.array(sorted(claims), dtype=np.int64))
 
 
+def check_blocks(layout: CacheLayout, lists: Sequence[BlockList], name: str = "") -> None:
+    """Whether one side's lists make sense by themselves: known groups, existing blocks, none named twice.
+
+    :param name: the side, for error messages and field paths (``local`` gives ``local_blocks[0]...``).
+    :raises KvxferError: GROUP_MISMATCH, BLOCK_OUT_OF_RANGE, DUPLICATE_BLOCK, FIELD_INVALID.
+    """
+    _check_ids(_side(name, lists, frozenset(layout.index)), layout)
+
+
 # -- checking --------------------------------------------------------------------------------------------------------
+
+
+def _path(side: str) -> str:
+    return f"{side}_blocks" if side else "blocks"
 
 
 def _range(where: str, message: str, **values: object) -> KvxferError:
@@ -166,15 +179,13 @@ def _tokens(name: str, value: object, least: int) -> int:
 def _side(name: str, lists: Sequence[BlockList], known: frozenset[str]) -> _Side:
     checked: dict[str, tuple[int, BlockList, Int64, Int64 | None]] = {}
     for i, blocks in enumerate(lists):
-        where = f"{name}_blocks[{i}]"
+        where = f"{_path(name)}[{i}]"
         for problem in (
             f"there is no group {blocks.group}; there are {', '.join(sorted(known))}" * (blocks.group not in known),
             f"group {blocks.group} is listed twice" * (blocks.group in checked),
         ):
             if problem:
-                raise KvxferError(
-                    Reason.GROUP_MISMATCH, f"{name}: {problem}", field=f"{where}.group", side=name, group=blocks.group
-                )
+                raise KvxferError(Reason.GROUP_MISMATCH, problem, field=f"{where}.group", side=name, group=blocks.group)
         ids = _integers(f"{where}.block_ids", blocks.ids)
         positions = None if blocks.positions is None else _integers(f"{where}.snapshot_positions", blocks.positions)
         _tokens(f"{where}.first_position", blocks.first_position, 0)

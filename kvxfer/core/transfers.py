@@ -1,9 +1,9 @@
 """The life of a transfer, as a table.
 
 A transfer is one logical read: one NIXL READ from each source rank, with one outcome.  The rule behind the table: a
-posted READ cannot be called back, so from the moment of posting until the library has let go of every request, the local
-blocks belong to the network.  ``DRAINING`` is that time, once the outcome is settled; no transfer leaves it but by
-``QUIESCED``, and only states in :data:`QUIESCENT` may tell the engine that its blocks are free.
+posted READ cannot be called back, so from the moment of posting until the library has let go of every request, the
+local blocks belong to the network.  ``DRAINING`` is that time, once the outcome is settled; no transfer leaves it but
+by ``QUIESCED``, and only states in :data:`QUIESCENT` may tell the engine that its blocks are free.
 """
 
 from __future__ import annotations

@@ -29,6 +29,6 @@ def example(name: str) -> dict[str, object]:
     """
     if name not in EXAMPLES:
         raise field_error("model", name, ", ".join(EXAMPLES))
-    text = resources.files("kvxfer.models").joinpath("configs", f"{name}.json").read_text(encoding="utf-8")
+    text = resources.files("kvxfer.models").joinpath("configs").joinpath(f"{name}.json").read_text(encoding="utf-8")
     parsed: dict[str, object] = json.loads(text)
     return parsed

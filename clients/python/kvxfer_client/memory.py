@@ -37,7 +37,7 @@ from kvxfer.core.errors import KvxferError, Reason
 from kvxfer.memory.handles import FileHandle, Handle, Mappable, Memfd, PosixShm
 
 if TYPE_CHECKING:
-    from typing import Self
+    from typing_extensions import Self
 
     import torch
 

@@ -1,0 +1,186 @@
+"""Every setting of a sidecar: one validated class, from flags, environment (``KVXFER_*``) or a TOML file.
+
+Sizes are bytes, times seconds.  A value that cannot work is refused when the settings are built, never later.
+"""
+
+from __future__ import annotations
+
+import grp
+import ipaddress
+import re
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, Field, field_validator, model_validator
+from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict, TomlConfigSettingsSource
+
+from kvxfer.core.errors import KvxferError
+from kvxfer.memory.policy import DEFAULT_DIRECTORY, MemoryPolicy
+from kvxfer.service.settings import ServiceSettings
+from kvxfer.wire.fields import address
+
+#: 200,000 packed block IDs on each side are about 1 MiB; layouts of the largest models a few.
+MESSAGE_LIMIT = 16 * 1024 * 1024
+
+Seconds = Annotated[float, Field(gt=0, le=86_400)]
+
+
+def _mode(value: str) -> str:
+    if not re.fullmatch(r"0?[0-7]{3}", value):
+        raise ValueError(f"{value!r} is not an octal file mode such as 0600")
+    return value
+
+
+def _group(value: str) -> str:
+    if value and not value.isdigit():
+        try:
+            grp.getgrnam(value)
+        except KeyError:
+            raise ValueError(f"there is no group called {value!r} on this machine") from None
+    return value
+
+
+FileMode = Annotated[str, AfterValidator(_mode)]
+GroupName = Annotated[str, AfterValidator(_group)]
+
+
+class Settings(BaseSettings):
+    """What a sidecar is told.  Flags win over the environment, the environment over the file."""
+
+    model_config = SettingsConfigDict(env_prefix="KVXFER_", extra="forbid", frozen=True, validate_default=True)
+
+    # -- listeners
+    engine_socket: Path = Field(
+        Path("/run/kvxfer/kvxfer.sock"), description="Unix socket of the engine listener (KvTransfer)."
+    )
+    engine_socket_mode: FileMode = Field("0600", description="Its file mode, octal.")
+    engine_socket_group: GroupName = Field("", description="Its group, by name or number; empty leaves it.")
+    peer_host: str = Field("127.0.0.1", description="Address that the peer listener (KvPeer) binds.")
+    peer_port: int = Field(0, ge=0, le=65_535, description="Its TCP port; 0 takes a free one, told by GetStatus.")
+    advertise: str = Field(
+        "", description="host:port under which peers reach the peer listener; empty: peer_host and the port bound."
+    )
+    insecure_peer: bool = Field(False, description="Allow a plaintext peer listener off loopback.")
+    message_limit: int = Field(
+        MESSAGE_LIMIT, ge=1024 * 1024, le=256 * 1024 * 1024, description="Largest gRPC message, in bytes."
+    )
+
+    # -- memory
+    memory_directories: tuple[str, ...] = Field(
+        (DEFAULT_DIRECTORY,),
+        description="Directories whose files an engine may hand over; sidecar-owned files go first.",
+    )
+    shm_prefix: str = Field("/kvxfer-", description="What names of POSIX shared memory must start with; / allows all.")
+    allow_posix_shm: bool = Field(True, description="Take POSIX shared memory.")
+    max_region_bytes: int = Field(0, ge=0, description="Largest region, in bytes; 0: the memory of the machine.")
+    allow_memfd: bool = Field(True, description="Take sealed memfds of processes on this host.")
+    allow_address: bool = Field(
+        False, description="Take plain addresses: embedded mode only, set by the code that embeds."
+    )
+    memory_file_mode: FileMode = Field("0600", description="Mode of sidecar-owned memory files, octal.")
+    memory_file_group: GroupName = Field("", description="Their group, by name or number; empty leaves it.")
+
+    # -- limits
+    max_registrations: int = Field(8, ge=1, le=1024, description="Engines registered at once.")
+    max_transfers: int = Field(4096, ge=1, le=1_000_000, description="Transfers that are not finished, per engine.")
+    max_bytes_in_flight: int = Field(64 * 2**30, ge=2**20, description="Bytes posted and not finished, per engine.")
+    max_descriptors: int = Field(8_388_608, ge=1, le=2**31 - 1, description="Descriptors that one read may name.")
+    max_holds: int = Field(65_536, ge=1, description="Published requests held at once, per engine.")
+    kept_transfers: int = Field(4096, ge=0, description="Finished transfers that GetTransfer still knows, per engine.")
+
+    # -- times
+    handshake_timeout: Seconds = Field(10.0, description="A handshake's deadline, unless the call sets one.")
+    read_timeout: Seconds = Field(60.0, description="A read's deadline, unless the call sets one.")
+    prepared_ttl: Seconds = Field(60.0, description="How long a prepared transfer waits for its ReadBlocks.")
+    max_hold_ttl: Seconds = Field(3600.0, description="The longest hold that a call may ask for.")
+    warm_up_timeout: Seconds = Field(5.0, description="How long a new connection may take to carry its first byte.")
+    drain_timeout: Seconds = Field(10.0, description="At shutdown: how long posted reads may still run.")
+    poll_interval: Annotated[float, Field(gt=0, le=0.010)] = Field(
+        0.004, description="How often NIXL is polled while readers are connected; at most 10 ms."
+    )
+
+    # -- logs
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least level logged.")
+    log_format: Literal["auto", "json", "text"] = Field("auto", description="auto: text on a terminal, else JSON.")
+
+    @field_validator("advertise")
+    @classmethod
+    def _advertised(cls, value: str) -> str:
+        if value:
+            try:
+                address(value, "advertise")
+            except KvxferError as error:
+                raise ValueError(error.message) from None
+        return value
+
+    @model_validator(mode="after")
+    def _peer_must_be_private(self) -> Settings:
+        if not self.insecure_peer and not is_loopback(self.peer_host):
+            raise ValueError(
+                f"peer_host {self.peer_host!r} is not loopback, and the peer listener is plaintext: whoever reaches it "
+                "can read every registered cache.  Set insecure_peer to accept that on a network you trust"
+            )
+        return self
+
+    def memory_policy(self) -> MemoryPolicy:
+        """What memory may be mapped."""
+        policy = MemoryPolicy(
+            directories=self.memory_directories,
+            allow_posix_shm=self.allow_posix_shm,
+            shm_prefix=self.shm_prefix,
+            allow_memfd=self.allow_memfd,
+            allow_address=self.allow_address,
+            file_mode=int(self.memory_file_mode, 8),
+            group=group_number(self.memory_file_group),
+        )
+        return replace(policy, max_region_bytes=self.max_region_bytes) if self.max_region_bytes else policy
+
+    def service(self) -> ServiceSettings:
+        """What the service needs of all this."""
+        shared = {f.name for f in fields(ServiceSettings)} & set(type(self).model_fields)
+        return ServiceSettings(memory=self.memory_policy(), **{name: getattr(self, name) for name in shared})
+
+    @classmethod
+    def load(cls, file: Path | None = None, **flags: Any) -> Settings:
+        """Settings from flags, then ``KVXFER_*``, then ``file`` (TOML), then the defaults.
+
+        :raises pydantic.ValidationError: naming every setting that is wrong.
+        :raises FileNotFoundError: if ``file`` does not exist.
+        """
+        if file is None:
+            return cls(**flags)
+        if not file.is_file():
+            raise FileNotFoundError(f"there is no settings file {file}")
+
+        class FromFile(cls):  # type: ignore[misc, valid-type]  # a subclass only to carry the file's name
+            @classmethod
+            def settings_customise_sources(
+                cls,
+                settings_cls: type[BaseSettings],
+                init_settings: PydanticBaseSettingsSource,
+                env_settings: PydanticBaseSettingsSource,
+                dotenv_settings: PydanticBaseSettingsSource,
+                file_secret_settings: PydanticBaseSettingsSource,
+            ) -> tuple[PydanticBaseSettingsSource, ...]:
+                return init_settings, env_settings, TomlConfigSettingsSource(settings_cls, file)
+
+        loaded: Settings = FromFile(**flags)
+        return loaded
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach ``host``."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+def group_number(name: str) -> int | None:
+    """A group's number from its name or number; ``None`` for an empty name."""
+    if not name:
+        return None
+    return int(name) if name.isdigit() else grp.getgrnam(name).gr_gid

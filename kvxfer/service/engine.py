@@ -1,0 +1,255 @@
+"""The KvTransfer service: what an engine asks of its sidecar.  Thin: check, convert, hand on, answer."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
+from typing import Any, TypeAlias, TypeVar
+
+import grpc.aio
+
+from kvxfer import __version__
+from kvxfer.core import transfers as life
+from kvxfer.core.errors import KvxferError, Reason
+from kvxfer.pb import transfer_pb2 as pb
+from kvxfer.pb import transfer_pb2_grpc
+from kvxfer.service.describe import (
+    STATES,
+    add_counts,
+    library_to_pb,
+    peers_to_pb,
+    plan_to_pb,
+    registration_to_pb,
+    transfer_to_pb,
+)
+from kvxfer.service.links import PROTOCOL_VERSIONS
+from kvxfer.service.registrations import Registration, Registrations
+from kvxfer.service.settings import ServiceSettings
+from kvxfer.service.transfers import Transfer, new_transfer_id
+from kvxfer.wire import fields
+from kvxfer.wire.handles import handle_to_pb
+from kvxfer.wire.requests import (
+    TransferSpec,
+    handshake_from_pb,
+    prepare_from_pb,
+    publish_from_pb,
+    read_from_pb,
+    register_from_pb,
+)
+
+Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+T = TypeVar("T")
+
+
+class EngineService(transfer_pb2_grpc.KvTransferServicer):
+    """See proto/kvxfer/v1/transfer.proto.
+
+    :param peer_address: where this sidecar's peers find it, ``host:port``.
+    """
+
+    def __init__(self, registrations: Registrations, settings: ServiceSettings, peer_address: str) -> None:
+        self._registrations = registrations
+        self._settings = settings
+        self._peer_address = peer_address
+        self._started = time.monotonic()
+        #: False once a shutdown has begun.
+        self.serving = True
+
+    # -- registration ----------------------------------------------------------------------------------------------
+
+    async def RegisterCache(self, request: pb.RegisterCacheRequest, context: Context) -> pb.RegisterCacheResponse:
+        """Hand over a cache."""
+        record = await asyncio.to_thread(register_from_pb, request)
+        # A caller that goes away must not leave half a registration.
+        registration = await asyncio.shield(asyncio.ensure_future(self._registrations.register(record)))
+        return pb.RegisterCacheResponse(
+            incarnation=registration.incarnation,
+            layout_fingerprint=registration.layout.fingerprint,
+            exported=[
+                pb.ExportedRegion(region=i, handle=handle_to_pb(handle))
+                for i, handle in enumerate(registration.exported)
+                if handle is not None
+            ],
+            peer_address=self._peer_address,
+        )
+
+    async def UnregisterCache(self, request: pb.UnregisterCacheRequest, context: Context) -> pb.UnregisterCacheResponse:
+        """Take it back, after draining."""
+        engine_id = fields.text(request.engine_id, "engine_id")
+        incarnation = fields.optional_text(request.incarnation, "incarnation", fields.MAX_INCARNATION)
+        fields.optional_seconds(request, "drain_timeout", "")
+        await asyncio.shield(asyncio.ensure_future(self._registrations.unregister(engine_id, incarnation)))
+        return pb.UnregisterCacheResponse()
+
+    # -- handshake -------------------------------------------------------------------------------------------------
+
+    async def Handshake(self, request: pb.HandshakeRequest, context: Context) -> pb.HandshakeResponse:
+        """Get ready to read from an engine."""
+        record = handshake_from_pb(request)
+        registration = self._registrations.get(record.engine_id)
+        timeout = record.timeout or self._settings.handshake_timeout
+        link = await registration.links.get(record.target, record.options, timeout)
+        return pb.HandshakeResponse(plan=plan_to_pb(registration, link))
+
+    # -- transfers -------------------------------------------------------------------------------------------------
+
+    async def PrepareTransfer(self, request: pb.PrepareTransferRequest, context: Context) -> pb.PrepareTransferResponse:
+        """The dry run."""
+        registration, transfer = await self._prepare(prepare_from_pb(request))
+        return pb.PrepareTransferResponse(transfer=transfer_to_pb(registration, transfer))
+
+    async def ReadBlocks(self, request: pb.ReadBlocksRequest, context: Context) -> pb.ReadBlocksResponse:
+        """The read."""
+        record = read_from_pb(request)
+        if isinstance(record.source, TransferSpec):
+            registration, transfer = await self._prepare(record.source)
+        else:
+            registration = self._registrations.get(record.engine_id)
+            transfer = registration.transfers.get(record.source)
+        try:
+            registration.transfers.post(transfer, record.timeout or self._settings.read_timeout)
+        except KvxferError as error:
+            # What this call has prepared nobody else knows of; what was prepared before stays as it was.
+            if isinstance(record.source, TransferSpec) and not record.source.transfer_id:
+                await registration.transfers.cancel(transfer, self._settings.drain_timeout)
+            raise error
+        if record.wait:
+            await transfer.settled.wait()
+            if transfer.error is not None:
+                raise _told(transfer.error, transfer)
+        return pb.ReadBlocksResponse(transfer=transfer_to_pb(registration, transfer))
+
+    async def _prepare(self, spec: TransferSpec) -> tuple[Registration, Transfer]:
+        registration = self._registrations.get(spec.engine_id)
+        named = spec if spec.transfer_id else replace(spec, transfer_id=new_transfer_id())
+        # The transfer is the sidecar's: a caller that goes away while it is made changes nothing.
+        return registration, await asyncio.shield(asyncio.ensure_future(registration.transfers.prepare(named)))
+
+    async def GetTransfer(self, request: pb.GetTransferRequest, context: Context) -> pb.GetTransferResponse:
+        """One transfer."""
+        registration, transfer = self._named(request.engine_id, request.transfer_id)
+        return pb.GetTransferResponse(transfer=transfer_to_pb(registration, transfer))
+
+    async def ListTransfers(self, request: pb.ListTransfersRequest, context: Context) -> pb.ListTransfersResponse:
+        """All transfers, newest first."""
+        registration = self._registrations.get(fields.text(request.engine_id, "engine_id"))
+        known = frozenset(STATES.values())
+        for i, state in enumerate(request.states):
+            if state not in known:
+                raise fields.refuse(f"states[{i}]", f"is {state}, which is no state of a transfer", value=state)
+        wanted = [t for t in registration.transfers if not request.states or STATES[t.state] in request.states]
+        before = _page_number(request.page_token, "page_token")
+        older = [t for t in wanted if before is None or t.number < before]
+        page = older[: fields.page_size(request.page_size)]
+        return pb.ListTransfersResponse(
+            transfers=[transfer_to_pb(registration, t) for t in page],
+            next_page_token=str(page[-1].number) if len(page) < len(older) else "",
+        )
+
+    async def CancelTransfer(self, request: pb.CancelTransferRequest, context: Context) -> pb.CancelTransferResponse:
+        """Cancel, and wait until the local blocks are safe."""
+        registration, transfer = self._named(request.engine_id, request.transfer_id)
+        timeout = fields.optional_seconds(request, "timeout", "") or self._settings.read_timeout
+        await registration.transfers.cancel(transfer, timeout)
+        return pb.CancelTransferResponse(transfer=transfer_to_pb(registration, transfer))
+
+    async def WatchTransfers(
+        self, request: pb.WatchTransfersRequest, context: Context
+    ) -> AsyncIterator[pb.WatchTransfersResponse]:
+        """Every change, as it happens."""
+        registration = self._registrations.get(fields.text(request.engine_id, "engine_id"))
+        current = registration.transfers.current() if request.include_current else []
+        watcher = registration.transfers.watch()
+        sequence = 0
+        try:
+            for transfer in current:
+                sequence += 1
+                yield _event(registration, transfer, sequence)
+            yield pb.WatchTransfersResponse(ready=pb.WatchReady())
+            while (changed := await watcher.queue.get()) is not None:
+                sequence += 1
+                yield _event(registration, changed, sequence)
+                if watcher.overrun and watcher.queue.empty():
+                    raise KvxferError(
+                        Reason.LIMIT_EXCEEDED,
+                        "this watch fell too far behind and has missed changes; watch again with include_current",
+                    )
+        finally:
+            registration.transfers.unwatch(watcher)
+
+    def _named(self, engine_id: str, transfer_id: str) -> tuple[Registration, Transfer]:
+        registration = self._registrations.get(fields.text(engine_id, "engine_id"))
+        return registration, registration.transfers.get(fields.text(transfer_id, "transfer_id"))
+
+    # -- publishing ------------------------------------------------------------------------------------------------
+
+    async def PublishBlocks(self, request: pb.PublishBlocksRequest, context: Context) -> pb.PublishBlocksResponse:
+        """Hold a request's blocks."""
+        record = publish_from_pb(request)
+        registration = self._registrations.get(record.engine_id)
+        if record.incarnation not in ("", registration.incarnation):
+            raise KvxferError(
+                Reason.STALE_INCARNATION,
+                f"engine {record.engine_id} is registered as {registration.incarnation}, not as {record.incarnation}",
+                field="incarnation",
+                registered=registration.incarnation,
+                given=record.incarnation,
+            )
+        return pb.PublishBlocksResponse(expires_in=fields.duration(registration.holds.publish(record)))
+
+    async def WithdrawBlocks(self, request: pb.WithdrawBlocksRequest, context: Context) -> pb.WithdrawBlocksResponse:
+        """Hold them no more."""
+        registration = self._registrations.get(fields.text(request.engine_id, "engine_id"))
+        request_id = fields.text(request.request_id, "request_id")
+        registration.holds.withdraw(request_id, fields.token(request.lease_token, "lease_token"))
+        return pb.WithdrawBlocksResponse()
+
+    # -- status ----------------------------------------------------------------------------------------------------
+
+    async def GetStatus(self, request: pb.GetStatusRequest, context: Context) -> pb.GetStatusResponse:
+        """What there is."""
+        start = _page_number(request.peers_page_token, "peers_page_token") or 0
+        message = pb.GetStatusResponse(
+            version=__version__,
+            protocol_version_min=PROTOCOL_VERSIONS[0],
+            protocol_version_max=PROTOCOL_VERSIONS[1],
+            uptime=fields.duration(time.monotonic() - self._started),
+            serving=self.serving,
+        )
+        peers: list[pb.PeerStatus] = []
+        for registration in self._registrations:
+            message.registrations.append(registration_to_pb(registration))
+            peers.extend(peers_to_pb(registration))
+            add_counts(message.counts, registration)
+            if not message.nixl_version:
+                library_to_pb(message, await registration.engine.info())
+        page, following = _page(peers, start, fields.page_size(request.peers_page_size))
+        message.peers.extend(page)
+        message.next_peers_page_token = following
+        return message
+
+
+def _event(registration: Registration, transfer: Transfer, sequence: int) -> pb.WatchTransfersResponse:
+    event = pb.TransferEvent(sequence=sequence, transfer=transfer_to_pb(registration, transfer))
+    return pb.WatchTransfersResponse(event=event)
+
+
+def _told(error: KvxferError, transfer: Transfer) -> KvxferError:
+    """A transfer's error as its caller gets it: with the ID, and whether the blocks may be reused."""
+    facts = {"transfer_id": transfer.id, "quiesced": str(transfer.state in life.QUIESCENT).lower()}
+    return KvxferError(error.reason, error.message, field=error.field, **{**error.metadata, **facts})
+
+
+def _page_number(token: str, field: str) -> int | None:
+    if not token:
+        return None
+    if len(token) > fields.MAX_PAGE_TOKEN or not (token.isascii() and token.isdigit()):
+        raise fields.refuse(field, "is not a page token of this sidecar")
+    return int(token)
+
+
+def _page(items: Sequence[T], start: int, size: int) -> tuple[Sequence[T], str]:
+    end = start + size
+    return items[start:end], str(end) if end < len(items) else ""

@@ -1,0 +1,85 @@
+"""What happens around every call: errors become statuses, and everything unforeseen is logged and contained."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, TypeAlias
+
+import grpc
+import grpc.aio
+import structlog
+from grpc_status import rpc_status
+
+from kvxfer.core.errors import Fault, KvxferError, Reason
+from kvxfer.wire.status import to_status
+
+log = structlog.get_logger()
+
+Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+
+
+class ErrorInterceptor(grpc.aio.ServerInterceptor):
+    """Turns :class:`KvxferError` into a rich status; anything else into INTERNAL, without telling what it was."""
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler[Any, Any] | None:
+        """Wrap the handlers of our own services; health and reflection answer for themselves."""
+        handler = await continuation(handler_call_details)
+        method: str = handler_call_details.method
+        if handler is None or not method.startswith("/kvxfer."):
+            return handler
+        if handler.unary_unary is not None:
+            return grpc.unary_unary_rpc_method_handler(
+                _unary(handler.unary_unary, method), handler.request_deserializer, handler.response_serializer
+            )
+        if handler.unary_stream is not None:
+            return grpc.unary_stream_rpc_method_handler(
+                _stream(handler.unary_stream, method), handler.request_deserializer, handler.response_serializer
+            )
+        return handler
+
+
+def _unary(behaviour: Any, method: str) -> Any:
+    async def call(request: Any, context: Context) -> Any:
+        began = time.perf_counter()
+        try:
+            answer = await behaviour(request, context)
+        except KvxferError as error:
+            await _abort(context, error, method)
+        except (grpc.aio.AbortError, asyncio.CancelledError):
+            raise
+        except Exception:  # the last line of defence: nothing that a caller sends may end the process
+            log.exception("a call failed in an unforeseen way", method=method)
+            await _abort(context, KvxferError(Reason.INTERNAL, "an internal error; see the sidecar's log"), method)
+        else:
+            log.debug("call", method=method, seconds=round(time.perf_counter() - began, 6))
+            return answer
+
+    return call
+
+
+def _stream(behaviour: Any, method: str) -> Any:
+    async def call(request: Any, context: Context) -> AsyncIterator[Any]:
+        try:
+            async for answer in behaviour(request, context):
+                yield answer
+        except KvxferError as error:
+            await _abort(context, error, method)
+        except (grpc.aio.AbortError, asyncio.CancelledError, GeneratorExit):
+            raise
+        except Exception:  # as above
+            log.exception("a stream failed in an unforeseen way", method=method)
+            await _abort(context, KvxferError(Reason.INTERNAL, "an internal error; see the sidecar's log"), method)
+
+    return call
+
+
+async def _abort(context: Context, error: KvxferError, method: str) -> None:
+    level = log.warning if error.spec.fault is Fault.LOCAL else log.info
+    level("call refused", method=method, reason=error.reason.value, detail=error.message, field=error.field)
+    await context.abort_with_status(rpc_status.to_status(to_status(error)))

@@ -1,0 +1,138 @@
+"""The KvPeer service: what other sidecars ask of this one.  Thin: check, look up, answer."""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+import grpc.aio
+
+from kvxfer.core.errors import KvxferError, Reason
+from kvxfer.core.layout import Rank
+from kvxfer.pb import peer_pb2 as pb
+from kvxfer.pb import peer_pb2_grpc
+from kvxfer.service.links import PROTOCOL_VERSIONS
+from kvxfer.service.readers import IDLE_TIMEOUT, OPEN_LIMIT
+from kvxfer.service.registrations import Registration, Registrations
+from kvxfer.wire.fields import duration
+from kvxfer.wire.peer import (
+    ExchangeAnswer,
+    ExchangeQuery,
+    PeerMemory,
+    ReadRef,
+    RegionSpan,
+    answer_to_pb,
+    close_from_pb,
+    exchange_from_pb,
+    open_from_pb,
+)
+
+Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+
+
+class PeerService(peer_pb2_grpc.KvPeerServicer):
+    """See proto/kvxfer/v1/peer.proto."""
+
+    def __init__(self, registrations: Registrations, poll_interval: float) -> None:
+        self._registrations = registrations
+        self._poll_interval = poll_interval
+
+    async def Exchange(self, request: pb.ExchangeRequest, context: Context) -> pb.ExchangeResponse:
+        """Introduce a reader."""
+        query = exchange_from_pb(request)
+        version = _agreed(query)
+        registration = self._find(query.engine_id, query.rank)
+        reader = query.reader
+        if query.goodbye:
+            registration.readers.leave(reader)
+            return pb.ExchangeResponse(protocol_version=version)
+        identity = registration.identity
+        if query.compatibility_key != identity.compatibility_key:
+            raise KvxferError(
+                Reason.INCOMPATIBLE_PEER,
+                f"the reader's compatibility key is {query.compatibility_key!r}, this engine's "
+                f"{identity.compatibility_key!r}",
+                field="compatibility_key",
+                reader=query.compatibility_key,
+                engine=identity.compatibility_key,
+            )
+        if query.expected_incarnation:
+            _check_incarnation(registration, query.expected_incarnation)
+        known = query.known_incarnation == registration.incarnation
+        registration.readers.meet(reader, context.peer(), connecting=not known)
+        memory = PeerMemory(
+            registration.layout,
+            tuple(RegionSpan(s.address, s.length, s.kind, s.device) for s in registration.spans),
+            registration.engine.name,
+            registration.metadata,
+        )
+        return answer_to_pb(
+            ExchangeAnswer(
+                protocol_version=version,
+                engine_id=identity.engine_id,
+                rank=identity.rank,
+                dp_rank=identity.dp_rank,
+                dp_size=identity.dp_size,
+                incarnation=registration.incarnation,
+                compatibility_key=identity.compatibility_key,
+                poll_interval=self._poll_interval,
+                idle_timeout=IDLE_TIMEOUT,
+                memory=None if known else memory,
+            )
+        )
+
+    async def OpenRead(self, request: pb.OpenReadRequest, context: Context) -> pb.OpenReadResponse:
+        """A read is under way."""
+        record = open_from_pb(request)
+        registration = self._of_read(record.ref)
+        registration.readers.open(record.ref.reader, record.ref.transfer_id, context.peer())
+        return pb.OpenReadResponse(granted=duration(min(record.wanted or OPEN_LIMIT, OPEN_LIMIT)))
+
+    async def CloseRead(self, request: pb.CloseReadRequest, context: Context) -> pb.CloseReadResponse:
+        """A read is over."""
+        ref = close_from_pb(request).ref
+        self._of_read(ref).readers.close_read(ref.reader, ref.transfer_id)
+        return pb.CloseReadResponse()
+
+    def _find(self, engine_id: str, rank: Rank) -> Registration:
+        registration = self._registrations.get(engine_id)
+        own = registration.identity.rank
+        if rank != own:
+            raise KvxferError(
+                Reason.NOT_REGISTERED,
+                f"engine {engine_id} is registered here as rank {own} of {own.tp_size} x {own.pp_size}; rank {rank} of "
+                f"{rank.tp_size} x {rank.pp_size} was asked for",
+                field="rank",
+                registered=own,
+                asked=rank,
+            )
+        return registration
+
+    def _of_read(self, ref: ReadRef) -> Registration:
+        registration = self._find(ref.engine_id, ref.rank)
+        _check_incarnation(registration, ref.incarnation)
+        return registration
+
+
+def _agreed(query: ExchangeQuery) -> int:
+    """The highest protocol version that both speak."""
+    (low, high), (own_low, own_high) = query.protocol_versions, PROTOCOL_VERSIONS
+    if low > own_high or high < own_low:
+        raise KvxferError(
+            Reason.INCOMPATIBLE_PEER,
+            f"the reader speaks protocol versions {low} to {high}, this side {own_low} to {own_high}",
+            field="protocol_version_min",
+            reader=f"{low}-{high}",
+            engine=f"{own_low}-{own_high}",
+        )
+    return min(high, own_high)
+
+
+def _check_incarnation(registration: Registration, given: str) -> None:
+    if given != registration.incarnation:
+        raise KvxferError(
+            Reason.STALE_INCARNATION,
+            f"engine {registration.identity.engine_id} is {registration.incarnation} now, not {given}",
+            field="incarnation",
+            expected=given,
+            found=registration.incarnation,
+        )

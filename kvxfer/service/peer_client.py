@@ -1,0 +1,110 @@
+"""A reader's client of another sidecar's KvPeer service."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable
+from typing import TypeVar
+
+import grpc
+import grpc.aio
+
+from kvxfer.core.errors import KvxferError, Reason
+from kvxfer.pb import peer_pb2_grpc
+from kvxfer.wire import fields
+from kvxfer.wire.peer import (
+    CloseRead,
+    ExchangeAnswer,
+    ExchangeQuery,
+    OpenRead,
+    answer_from_pb,
+    close_to_pb,
+    exchange_to_pb,
+    open_to_pb,
+)
+from kvxfer.wire.status import from_rpc_error
+
+_Answer = TypeVar("_Answer")
+
+
+def channel_options(message_limit: int) -> list[tuple[str, int]]:
+    """How peers' connections are kept: a peer that is stopped or cut off is noticed within 15 seconds."""
+    return [
+        ("grpc.max_receive_message_length", message_limit),
+        ("grpc.max_send_message_length", message_limit),
+        ("grpc.keepalive_time_ms", 10_000),
+        ("grpc.keepalive_timeout_ms", 5_000),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_pings_without_data", 0),
+        ("grpc.initial_reconnect_backoff_ms", 100),
+        ("grpc.max_reconnect_backoff_ms", 2_000),
+        # A rank that restarted listens at the same address: never share a broken connection with a former client.
+        ("grpc.use_local_subchannel_pool", 1),
+        # The address comes from afar: it is where to connect, never through whom.
+        ("grpc.enable_http_proxy", 0),
+    ]
+
+
+class GrpcPeerClient:
+    """See :class:`kvxfer.service.links.PeerClient`."""
+
+    def __init__(self, address: str, message_limit: int) -> None:
+        self._address = address
+        host, port = fields.split_address(address)
+        kind = "ipv6" if ":" in host else "ipv4" if host.replace(".", "").isdigit() else "dns"
+        target = f"{kind}:[{host}]:{port}" if kind == "ipv6" else f"{kind}:{host}:{port}"
+        self._channel = grpc.aio.insecure_channel(target, options=channel_options(message_limit))
+        self._stub = peer_pb2_grpc.KvPeerStub(self._channel)
+
+    @property
+    def address(self) -> str:
+        """Where the peer listens."""
+        return self._address
+
+    async def _ask(self, call: Awaitable[_Answer], what: str) -> _Answer:
+        try:
+            return await call
+        except grpc.aio.AioRpcError as error:
+            known = from_rpc_error(error)
+            if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
+                raise KvxferError(
+                    Reason.PEER_UNREACHABLE,
+                    f"{what} at {self._address}: {error.details() or error.code().name}",
+                    address=self._address,
+                    status=error.code().name,
+                ) from error
+            raise known from error
+
+    async def exchange(self, query: ExchangeQuery, timeout: float) -> ExchangeAnswer:
+        """See :meth:`kvxfer.service.links.PeerClient.exchange`."""
+        call = self._stub.Exchange(exchange_to_pb(query), timeout=timeout)
+        answer = await self._ask(call, f"rank {query.rank} of engine {query.engine_id} did not answer")
+        # Checking a large layout takes a while, and it is a stranger's.
+        return await asyncio.to_thread(answer_from_pb, answer)
+
+    async def goodbye(self, query: ExchangeQuery, timeout: float) -> None:
+        """See :meth:`kvxfer.service.links.PeerClient.goodbye`."""
+        await self._ask(self._stub.Exchange(exchange_to_pb(query), timeout=timeout), "goodbye was not heard")
+
+    async def open_read(self, record: OpenRead, timeout: float) -> float:
+        """See :meth:`kvxfer.service.links.PeerClient.open_read`."""
+        call = self._stub.OpenRead(open_to_pb(record), timeout=timeout)
+        ref = record.ref
+        answer = await self._ask(call, f"rank {ref.rank} of engine {ref.engine_id} did not confirm the read")
+        return answer.granted.seconds + answer.granted.nanos / 1e9
+
+    async def close_read(self, record: CloseRead, timeout: float) -> None:
+        """See :meth:`kvxfer.service.links.PeerClient.close_read`."""
+        await self._ask(self._stub.CloseRead(close_to_pb(record), timeout=timeout), "the end of a read was not heard")
+
+    async def wait_lost(self) -> None:
+        """See :meth:`kvxfer.service.links.PeerClient.wait_lost`."""
+        state = self._channel.get_state()
+        while state is not grpc.ChannelConnectivity.READY:
+            await self._channel.wait_for_state_change(state)
+            state = self._channel.get_state()
+        await self._channel.wait_for_state_change(grpc.ChannelConnectivity.READY)
+
+    async def close(self) -> None:
+        """See :meth:`kvxfer.service.links.PeerClient.close`."""
+        await self._channel.close()

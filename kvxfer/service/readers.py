@@ -1,0 +1,124 @@
+"""P's side of the readers: who is connected, whose reads are under way, and when to poll for them.
+
+With NIXL's progress thread off the target of a READ must poll while a connection is made and while a read is under way,
+and may not sleep for long while any reader could post or die.  This module turns what readers say into that demand.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Final
+
+from kvxfer.wire.peer import Reader
+from kvxfer.xfer.api import Demand, TransferEngine
+
+#: How long a new reader may take to make its connection, seconds; polled without pause for so long.
+CONNECT_WINDOW: Final = 1.0
+#: A reader that says nothing for so long is forgotten, seconds.  Readers say something three times as often.
+IDLE_TIMEOUT: Final = 30.0
+#: A read whose reader never closes it stops costing CPU after so long, seconds.
+OPEN_LIMIT: Final = 120.0
+
+
+@dataclass
+class _Reader:
+    address: str
+    heard: float
+    connected: Demand
+    connecting: Demand | None
+    connecting_until: float
+    reads: dict[str, tuple[Demand, float]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ReaderStatus:
+    """A reader as GetStatus tells it; ``idle`` in seconds."""
+
+    reader: Reader
+    address: str
+    reads: int
+    idle: float
+
+
+class Readers:
+    """The readers of one registration.  Call :meth:`tick` now and then; it is cheap."""
+
+    def __init__(self) -> None:
+        self.engine: TransferEngine | None = None
+        self.notices = 0
+        self._known: dict[Reader, _Reader] = {}
+
+    def _engine(self) -> TransferEngine:
+        if self.engine is None:
+            raise RuntimeError("no transfer engine was given to Readers")
+        return self.engine
+
+    def meet(self, key: Reader, address: str, *, connecting: bool) -> None:
+        """A reader introduced itself, or said that it is alive; ``connecting``: it is about to make a connection."""
+        now = time.monotonic()
+        reader = self._known.get(key)
+        if reader is None:
+            reader = self._known[key] = _Reader(address, now, self._engine().connected(), None, 0.0)
+        reader.heard, reader.address = now, address
+        if connecting:
+            if reader.connecting is None:
+                reader.connecting = self._engine().serving()
+            reader.connecting_until = now + CONNECT_WINDOW
+
+    def open(self, key: Reader, transfer_id: str, address: str) -> None:
+        """A read is under way: poll without pause until it is closed."""
+        self.meet(key, address, connecting=False)
+        reader = self._known[key]
+        if transfer_id not in reader.reads:
+            reader.reads[transfer_id] = (self._engine().serving(), time.monotonic() + OPEN_LIMIT)
+
+    def close_read(self, key: Reader, transfer_id: str) -> None:
+        """A read is over; one that is not known is none of our business."""
+        reader = self._known.get(key)
+        if reader is not None and (read := reader.reads.pop(transfer_id, None)):
+            reader.heard = time.monotonic()
+            read[0].close()
+
+    def leave(self, key: Reader) -> None:
+        """A reader said goodbye, or is not heard of any more."""
+        reader = self._known.pop(key, None)
+        if reader is None:
+            return
+        for demand, _ in reader.reads.values():
+            demand.close()
+        if reader.connecting is not None:
+            reader.connecting.close()
+        reader.connected.close()
+
+    def tick(self, now: float) -> None:
+        """Forget readers that fell silent and end demands that ran out; ``now`` in monotonic seconds."""
+        for key, reader in list(self._known.items()):
+            if reader.connecting is not None and now >= reader.connecting_until:
+                reader.connecting.close()
+                reader.connecting = None
+            for transfer_id, (demand, until) in list(reader.reads.items()):
+                if now >= until:
+                    demand.close()
+                    del reader.reads[transfer_id]
+            if now - reader.heard >= IDLE_TIMEOUT and not reader.reads:
+                self.leave(key)
+
+    def on_notification(self, agent: str, payload: bytes) -> None:
+        """NIXL says that a read has completed.  Counted; leases will be released on it."""
+        self.notices += 1
+
+    def status(self) -> list[ReaderStatus]:
+        """Everyone who is connected."""
+        now = time.monotonic()
+        return [ReaderStatus(k, r.address, len(r.reads), now - r.heard) for k, r in self._known.items()]
+
+    @property
+    def open_reads(self) -> int:
+        """Reads under way."""
+        return sum(len(r.reads) for r in self._known.values())
+
+    def close(self) -> None:
+        """Forget everyone."""
+        for key in list(self._known):
+            self.leave(key)

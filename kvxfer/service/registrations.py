@@ -1,0 +1,285 @@
+"""Registered caches: memory mapped, registered with NIXL, and everything that lives as long as it does.
+
+A registration has an *incarnation*, fresh every time, and a transfer engine (NIXL agent) of its own whose name carries
+it: whatever outlives a registration somewhere (a ticket, a cached handshake, agent metadata) can be told from its
+successor's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Final
+
+import structlog
+
+from kvxfer.core.errors import KvxferError, Reason
+from kvxfer.core.layout import CacheLayout
+from kvxfer.memory.api import MappedRegion, MemoryPolicy, open_region
+from kvxfer.memory.handles import FileHandle, Handle, Mappable, Memfd, Owned, PosixShm
+from kvxfer.service.holds import Holds
+from kvxfer.service.links import Links, PeerConnector
+from kvxfer.service.readers import Readers
+from kvxfer.service.settings import ServiceSettings
+from kvxfer.service.transfers import Transfers
+from kvxfer.wire.requests import RegisterCache
+from kvxfer.xfer.api import Span, TransferEngine
+
+log = structlog.get_logger()
+
+#: Builds a transfer engine: (agent name, what to call with each notification).
+EngineFactory = Callable[[str, Callable[[str, bytes], None]], TransferEngine]
+
+
+class Registration:
+    """One engine's cache, while it is registered."""
+
+    def __init__(
+        self,
+        record: RegisterCache,
+        incarnation: str,
+        regions: Sequence[MappedRegion],
+        engine: TransferEngine,
+        metadata: bytes,
+        readers: Readers,
+        connect: PeerConnector,
+        settings: ServiceSettings,
+    ) -> None:
+        self.identity: Final = record
+        self.layout: Final = record.layout
+        self.incarnation: Final = incarnation
+        self.engine: Final = engine
+        self.metadata: Final = metadata
+        self.spans: Final = spans_of(record.layout, regions)
+        self.exported: Final[tuple[Mappable | None, ...]] = tuple(r.export() for r in regions)
+        self.readers: Final = readers
+        self.holds: Final = Holds(record.layout, settings)
+        self.links: Final = Links(self, connect, settings)
+        self.transfers: Final = Transfers(self, settings)
+        self._regions = tuple(regions)
+        self.closing = False
+
+    @property
+    def size(self) -> int:
+        """Bytes of all regions."""
+        return sum(r.size for r in self.layout.regions)
+
+    async def close(self, *, keep_memory: bool = False) -> None:
+        """Undo the registration: refuse new work, drain, destroy the agent, unmap.  Idempotent.
+
+        The agent goes before the mappings: a NIXL target crashes when memory that is still readable is unmapped, and
+        destroying the agent is what ends its readability.
+        """
+        self.closing = True
+        await self.transfers.close()
+        await self.links.close()
+        self.holds.close()
+        self.readers.close()
+        await self.engine.close()
+        await asyncio.to_thread(_close_all, self._regions, keep_memory)
+        log.info("cache unregistered", engine=self.identity.engine_id, incarnation=self.incarnation)
+
+
+def spans_of(layout: CacheLayout, regions: Sequence[MappedRegion]) -> tuple[Span, ...]:
+    """What NIXL registers: exactly the layout's regions, not what their mappings may have beyond them."""
+    return tuple(
+        Span(r.address, spec.size, spec.memory, spec.device) for spec, r in zip(layout.regions, regions, strict=True)
+    )
+
+
+def _close_all(regions: Sequence[MappedRegion], keep: bool = False) -> None:
+    for region in regions:
+        region.close(keep=keep)
+
+
+class Registrations:
+    """All registrations of a sidecar, by engine ID."""
+
+    def __init__(self, settings: ServiceSettings, make_engine: EngineFactory, connector: PeerConnector) -> None:
+        self._settings = settings
+        self._policy: MemoryPolicy = settings.memory
+        self._make_engine = make_engine
+        self._connector = connector
+        self._by_engine: dict[str, Registration] = {}
+        self._locks: dict[str, asyncio.Lock] = {}
+        self._closed = False
+        #: Called whenever a registration comes or goes.
+        self.on_change: Callable[[], None] = lambda: None
+
+    def __len__(self) -> int:
+        return len(self._by_engine)
+
+    def __iter__(self) -> Iterator[Registration]:
+        return iter(tuple(self._by_engine.values()))
+
+    def get(self, engine_id: str) -> Registration:
+        """The registration of an engine.
+
+        :raises KvxferError: NOT_REGISTERED.
+        """
+        found = self._by_engine.get(engine_id)
+        if found is None or found.closing:
+            known = ", ".join(sorted(self._by_engine)) or "none"
+            raise KvxferError(
+                Reason.NOT_REGISTERED,
+                f"no cache of engine {engine_id} is registered here (registered: {known})",
+                field="engine_id",
+                engine_id=engine_id,
+            )
+        return found
+
+    async def register(self, record: RegisterCache) -> Registration:
+        """Map and register a cache; the same content again gives the same registration.
+
+        :raises KvxferError: REGISTRATION_BUSY where the engine has other content and ``record.replace`` is false;
+            MEMORY_*, REGION_TOO_SMALL; LIMIT_EXCEEDED; SHUTTING_DOWN.  Nothing is left behind by a failure, and a
+            registration that was to be replaced is still there.
+        """
+        _check_handles(record.layout, record.memory)
+        engine_id, content = record.engine_id, replace(record, replace=False)
+        lock = self._locks.setdefault(engine_id, asyncio.Lock())
+        async with lock:
+            if self._closed:
+                raise KvxferError(Reason.SHUTTING_DOWN, "the sidecar is shutting down")
+            existing = self._by_engine.get(engine_id)
+            if existing is not None:
+                if existing.identity == content:
+                    return existing
+                if not record.replace:
+                    raise KvxferError(
+                        Reason.REGISTRATION_BUSY,
+                        f"engine {engine_id} has another cache registered; unregister it or set replace",
+                        field="engine_id",
+                        engine_id=engine_id,
+                        incarnation=existing.incarnation,
+                    )
+            elif len(self._by_engine) >= self._settings.max_registrations:
+                raise KvxferError(
+                    Reason.LIMIT_EXCEEDED,
+                    f"{len(self._by_engine)} engines are registered; the limit is {self._settings.max_registrations}",
+                    field="engine_id",
+                    limit=self._settings.max_registrations,
+                )
+            fresh = await self._open(content)
+            self._by_engine[engine_id] = fresh
+            self.on_change()
+            if existing is not None:
+                await existing.close()
+            return fresh
+
+    async def _open(self, record: RegisterCache) -> Registration:
+        regions: list[MappedRegion] = []
+        engine: TransferEngine | None = None
+        incarnation = secrets.token_hex(8)
+        try:
+            for i, handle in enumerate(record.memory):
+                try:
+                    regions.append(await asyncio.to_thread(open_region, handle, self._policy))
+                except KvxferError as error:
+                    raise error.within(f"memory[{i}]") from error
+            readers = Readers()
+            name = f"{record.engine_id[:128]}/{record.rank}/{incarnation}"
+            engine = self._make_engine(name, readers.on_notification)
+            await engine.start()
+            await engine.register(spans_of(record.layout, regions))
+            metadata = await engine.metadata()
+        except BaseException:
+            if engine is not None:
+                await engine.close()
+            await asyncio.to_thread(_close_all, regions)
+            raise
+        readers.engine = engine
+        log.info(
+            "cache registered",
+            engine=record.engine_id,
+            rank=str(record.rank),
+            incarnation=incarnation,
+            regions=len(regions),
+            bytes=sum(r.size for r in record.layout.regions),
+        )
+        return Registration(record, incarnation, regions, engine, metadata, readers, self._connector, self._settings)
+
+    async def unregister(self, engine_id: str, incarnation: str = "") -> None:
+        """Undo a registration, after draining.
+
+        :param incarnation: only this one; another is left alone.
+        :raises KvxferError: NOT_REGISTERED, STALE_INCARNATION.
+        """
+        async with self._locks.setdefault(engine_id, asyncio.Lock()):
+            registration = self.get(engine_id)
+            if incarnation and registration.incarnation != incarnation:
+                raise KvxferError(
+                    Reason.STALE_INCARNATION,
+                    f"engine {engine_id} is registered as {registration.incarnation}, not as {incarnation}",
+                    field="incarnation",
+                    registered=registration.incarnation,
+                    given=incarnation,
+                )
+            await registration.close()
+            del self._by_engine[engine_id]
+            self.on_change()
+        self._locks.pop(engine_id, None)
+
+    async def close(self) -> None:
+        """Unregister everything and take nothing new."""
+        self._closed = True
+        for engine_id in list(self._by_engine):
+            async with self._locks.setdefault(engine_id, asyncio.Lock()):
+                registration = self._by_engine.pop(engine_id, None)
+                if registration is not None:
+                    # Sidecar-owned files stay: the cache is the engine's, and a restarted sidecar takes it up again.
+                    await registration.close(keep_memory=True)
+        self.on_change()
+
+
+def _check_handles(layout: CacheLayout, handles: Sequence[Handle]) -> None:
+    """One handle for each region, of its size and kind, and no memory twice."""
+    if len(handles) != len(layout.regions):
+        raise KvxferError(
+            Reason.FIELD_INVALID,
+            f"the layout has {len(layout.regions)} regions and {len(handles)} memory handles are given",
+            field="memory",
+            regions=len(layout.regions),
+            handles=len(handles),
+        )
+    taken: dict[object, list[tuple[int, int, int]]] = {}
+    for i, (handle, region) in enumerate(zip(handles, layout.regions, strict=True)):
+        if handle.size < region.size:
+            raise KvxferError(
+                Reason.REGION_TOO_SMALL,
+                f"region {i} is {region.size} bytes and its memory handle {handle.size}",
+                field=f"memory[{i}].size",
+                region=region.size,
+                handle=handle.size,
+            )
+        place = _place(handle)
+        if place is None:
+            continue
+        key, begin = place
+        for other, low, high in taken.setdefault(key, []):
+            if begin < high and low < begin + handle.size:
+                raise KvxferError(
+                    Reason.MEMORY_HANDLE_INVALID,
+                    f"memory handles {other} and {i} name the same memory; a region is handed over once, and views of "
+                    "several groups may lie over it",
+                    field=f"memory[{i}]",
+                    other=other,
+                )
+        taken[key].append((i, begin, begin + handle.size))
+
+
+def _place(handle: Handle) -> tuple[object, int] | None:
+    """What object a handle names, and at which byte; ``None`` for memory that is yet to be made."""
+    match handle:
+        case PosixShm(name=name):
+            return ("shm", name), 0
+        case FileHandle(path=path, offset=offset):
+            return ("file", path), offset
+        case Memfd(pid=pid, fd=fd, offset=offset):
+            return ("memfd", pid, fd), offset
+        case Owned():
+            return None
+        case _:
+            return ("address",), handle.address

@@ -1,0 +1,25 @@
+"""What the service needs to be told: limits, times and the memory policy.  Sizes are bytes, times seconds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from kvxfer.memory.policy import MemoryPolicy
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceSettings:
+    """See :class:`kvxfer.config.Settings`, from which a sidecar fills these in."""
+
+    memory: MemoryPolicy = field(default_factory=MemoryPolicy)
+    max_registrations: int = 8
+    max_transfers: int = 4096
+    max_bytes_in_flight: int = 64 * 2**30
+    max_descriptors: int = 8_388_608
+    max_holds: int = 65_536
+    kept_transfers: int = 4096
+    handshake_timeout: float = 10.0
+    read_timeout: float = 60.0
+    prepared_ttl: float = 60.0
+    max_hold_ttl: float = 3600.0
+    drain_timeout: float = 10.0

@@ -1,0 +1,528 @@
+"""The transfer loop: prepare, post, wait, settle; one logical read with one outcome.
+
+A transfer belongs to the sidecar, not to the call that started it: a caller that goes away changes nothing.  Its states
+and what may follow what are the table of :mod:`kvxfer.core.transfers`; this module does the work between them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import secrets
+import time
+from collections import OrderedDict
+from collections.abc import Coroutine, Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+import structlog
+
+from kvxfer.core import transfers as life
+from kvxfer.core.errors import KvxferError, Reason
+from kvxfer.core.resolve import Read, Request, resolve
+from kvxfer.core.transfers import Event, State
+from kvxfer.service.links import Link, LinkSource
+from kvxfer.service.settings import ServiceSettings
+from kvxfer.wire.peer import CloseRead, OpenRead, Outcome, ReadNotice, ReadRef, notice_to_bytes
+from kvxfer.wire.requests import TransferSpec
+from kvxfer.xfer.api import Read as XferRead
+from kvxfer.xfer.api import ReadResult, ReadState
+
+if TYPE_CHECKING:
+    from kvxfer.service.registrations import Registration
+
+log = structlog.get_logger()
+
+#: Requests with more block IDs than this are resolved off the event loop.
+RESOLVE_INLINE: Final = 4096
+#: CloseRead is tried so often, with these pauses between, seconds.
+CLOSE_BACKOFF: Final = (0.1, 0.5, 2.0)
+CLOSE_TIMEOUT: Final = 5.0
+#: After these a new handshake is needed.
+LINK_BREAKERS: Final = frozenset({Reason.PEER_LOST, Reason.PEER_UNREACHABLE, Reason.STALE_INCARNATION})
+#: Changes that a watcher may be behind before it is dropped.
+WATCH_BACKLOG: Final = 10_000
+
+
+@dataclass
+class Timings:
+    """Seconds spent in each phase; of several sources the longest.  ``None``: not reached."""
+
+    resolve: float | None = None
+    make: float | None = None
+    queue: float | None = None
+    post: float | None = None
+    move: float | None = None
+    open: float | None = None
+    total: float | None = None
+
+
+@dataclass
+class _SourceState:
+    source: LinkSource
+    read: XferRead | None  # None: nothing is read from it
+    result: ReadResult | None = None
+
+
+class Transfer:
+    """One logical read."""
+
+    def __init__(self, spec: TransferSpec, link: Link, read: Read, sources: list[_SourceState], number: int) -> None:
+        self.id: Final = spec.transfer_id
+        self.spec: Final = spec
+        self.link: Final = link
+        self.number: Final = number
+        self.resolved: Final = read
+        self.sources: Final = sources
+        self.state = State.PREPARED
+        self.error: KvxferError | None = None
+        self.timings = Timings()
+        self.created: Final = time.time()
+        self.prepared_at: Final = time.monotonic()
+        self.ended: float | None = None
+        self.posted: Final = asyncio.Event()
+        self.settled: Final = asyncio.Event()
+        self.finished: Final = asyncio.Event()
+        self.stop: Final[asyncio.Future[KvxferError]] = asyncio.get_running_loop().create_future()
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all sources."""
+        return self.resolved.bytes
+
+    @property
+    def quiesced(self) -> bool:
+        """Nothing writes the local blocks."""
+        return self.state in life.QUIESCENT
+
+
+@dataclass
+class Totals:
+    """Counts since the registration."""
+
+    done: int = 0
+    failed: int = 0
+    cancelled: int = 0
+    bytes_read: int = 0
+    bytes_in_flight: int = 0
+
+
+@dataclass(eq=False)
+class Watcher:
+    """One WatchTransfers stream: transfers in the order of their changes, ``None`` at the end."""
+
+    queue: asyncio.Queue[Transfer | None] = field(default_factory=lambda: asyncio.Queue(WATCH_BACKLOG))
+    overrun: bool = False
+
+
+class Transfers:
+    """The transfers of one registration."""
+
+    def __init__(self, registration: Registration, settings: ServiceSettings) -> None:
+        self._registration = registration
+        self._settings = settings
+        self._known: OrderedDict[str, Transfer] = OrderedDict()
+        self._preparing: dict[str, tuple[bytes, asyncio.Future[Transfer]]] = {}
+        self._claims: dict[int, str] = {}
+        self._watchers: set[Watcher] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._numbers = itertools.count(1)
+        self._closing = False
+        self.totals: Final = Totals()
+
+    # -- looking ---------------------------------------------------------------------------------------------------
+
+    def get(self, transfer_id: str) -> Transfer:
+        """A transfer that is remembered.
+
+        :raises KvxferError: TRANSFER_UNKNOWN.
+        """
+        found = self._known.get(transfer_id)
+        if found is None:
+            raise KvxferError(
+                Reason.TRANSFER_UNKNOWN,
+                f"there is no transfer {transfer_id}; ended ones are remembered for a while only",
+                field="transfer_id",
+                transfer_id=transfer_id,
+            )
+        return found
+
+    def __iter__(self) -> Iterator[Transfer]:
+        """Newest first."""
+        return reversed(tuple(self._known.values()))
+
+    def current(self) -> list[Transfer]:
+        """Everything that is remembered, oldest first."""
+        return list(self._known.values())
+
+    def watch(self) -> Watcher:
+        """Follow every change from now on; give it back with :meth:`unwatch`."""
+        watcher = Watcher()
+        self._watchers.add(watcher)
+        return watcher
+
+    def unwatch(self, watcher: Watcher) -> None:
+        """End a watch."""
+        self._watchers.discard(watcher)
+
+    # -- preparing -------------------------------------------------------------------------------------------------
+
+    async def prepare(self, spec: TransferSpec) -> Transfer:
+        """Validate, resolve and make the request; nothing moves.
+
+        :param spec: with a transfer ID; the same ID with the same content is the same transfer.
+
+        :raises KvxferError: TRANSFER_ID_REUSED, INCOMPATIBLE_PEER, LIMIT_EXCEEDED, and what the handshake and
+            :func:`kvxfer.core.resolve.resolve` raise.
+        """
+        if spec.transfer_id in self._known:
+            known = self._known[spec.transfer_id]
+            _check_same(spec, known.spec.digest)
+            return known
+        if spec.transfer_id in self._preparing:
+            other, running = self._preparing[spec.transfer_id]
+            _check_same(spec, other)
+            return await asyncio.shield(running)
+        future: asyncio.Future[Transfer] = asyncio.get_running_loop().create_future()
+        self._preparing[spec.transfer_id] = (spec.digest, future)
+        try:
+            transfer = await self._prepare(spec)
+        except BaseException as error:
+            future.set_exception(
+                error
+                if isinstance(error, KvxferError)
+                else KvxferError(Reason.TRANSFER_CANCELLED, "the call that prepared this transfer was cancelled")
+            )
+            future.exception()  # nobody else may be waiting for it
+            raise
+        finally:
+            del self._preparing[spec.transfer_id]
+        future.set_result(transfer)
+        return transfer
+
+    async def _prepare(self, spec: TransferSpec) -> Transfer:
+        if self._closing:
+            raise KvxferError(Reason.SHUTTING_DOWN, "the cache is being unregistered")
+        mine = self._registration.identity.compatibility_key
+        theirs = spec.ticket.compatibility_key
+        if theirs != mine:
+            raise KvxferError(
+                Reason.INCOMPATIBLE_PEER,
+                f"the ticket's compatibility key is {theirs!r}, this engine's {mine!r}",
+                field="ticket.compatibility_key",
+                local=mine,
+                remote=theirs,
+            )
+        active = sum(int(t.state not in life.FINAL_STATES) for t in self._known.values()) + len(self._preparing)
+        if active > self._settings.max_transfers:
+            raise KvxferError(
+                Reason.LIMIT_EXCEEDED,
+                f"{active - 1} transfers are not finished; the limit is {self._settings.max_transfers}",
+                limit=self._settings.max_transfers,
+            )
+        link = await self._registration.links.get(spec.target, None, self._settings.handshake_timeout)
+        link.hold()
+        try:
+            transfer = await self._make(spec, link)
+        except BaseException:
+            link.let_go()
+            raise
+        self._known[spec.transfer_id] = transfer
+        self._start(self._expire(transfer))
+        self._tell(transfer)
+        return transfer
+
+    async def _make(self, spec: TransferSpec, link: Link) -> Transfer:
+        request = Request(spec.local_blocks, spec.ticket.blocks, spec.num_tokens, spec.skip_tokens)
+        began = time.perf_counter()
+        ids = sum(np.size(b.ids) for b in (*spec.local_blocks, *spec.ticket.blocks))
+        args = (link.plan, request, self._settings.max_descriptors)
+        read = resolve(*args) if ids <= RESOLVE_INLINE else await asyncio.to_thread(resolve, *args)
+        resolved = time.perf_counter()
+        engine = self._registration.engine
+        made: list[_SourceState] = []
+        try:
+            for source, part in zip(link.sources, read.sources, strict=True):
+                xfer = None
+                if part.descriptors:
+                    xfer = await engine.make_read(
+                        source.local,
+                        part.local_indices,
+                        source.remote,
+                        part.remote_indices,
+                        self._notice(spec, source),
+                    )
+                made.append(_SourceState(source, xfer))
+        except BaseException:
+            for state in made:
+                if state.read is not None:
+                    await engine.release(state.read)
+            raise
+        transfer = Transfer(spec, link, read, made, next(self._numbers))
+        transfer.timings.resolve = resolved - began
+        transfer.timings.make = time.perf_counter() - resolved
+        return transfer
+
+    async def _expire(self, transfer: Transfer) -> None:
+        """A prepared transfer that nobody reads, or whose peer is lost, does not stay for ever."""
+        waits: list[asyncio.Future[Any]] = [asyncio.ensure_future(transfer.posted.wait()), transfer.stop]
+        try:
+            await asyncio.wait(
+                [*waits, transfer.link.lost],
+                timeout=self._settings.prepared_ttl,
+                return_when=asyncio.FIRST_COMPLETED,
+            )
+        finally:
+            waits[0].cancel()
+        if transfer.state is not State.PREPARED:
+            return
+        if transfer.link.lost.done():
+            await self._settle(transfer, Event.FAULT, transfer.link.lost.result())
+        elif transfer.stop.done():
+            await self._settle(transfer, Event.CANCEL, transfer.stop.result())
+        else:
+            ttl = self._settings.prepared_ttl
+            why = f"transfer {transfer.id} was prepared and not read within {ttl:g} s"
+            await self._settle(transfer, Event.CANCEL, KvxferError(Reason.TRANSFER_CANCELLED, why, ttl_s=ttl))
+
+    # -- reading ---------------------------------------------------------------------------------------------------
+
+    def post(self, transfer: Transfer, timeout: float) -> None:
+        """Start a prepared transfer; one that was started already is left as it is.
+
+        :param timeout: seconds from now until it fails.
+        :raises KvxferError: LOCAL_BLOCK_BUSY, LIMIT_EXCEEDED; the transfer then stays prepared.
+        """
+        if transfer.state is not State.PREPARED or transfer.posted.is_set():
+            return
+        if self._closing:
+            raise KvxferError(Reason.SHUTTING_DOWN, "the cache is being unregistered")
+        flying = self.totals.bytes_in_flight
+        if flying and flying + transfer.bytes > self._settings.max_bytes_in_flight:
+            raise KvxferError(
+                Reason.LIMIT_EXCEEDED,
+                f"{flying} bytes are in flight; {transfer.bytes} more would exceed the limit of "
+                f"{self._settings.max_bytes_in_flight}",
+                limit=self._settings.max_bytes_in_flight,
+            )
+        claims = transfer.resolved.claims.tolist()
+        if busy := next((c for c in claims if c in self._claims), None):
+            raise KvxferError(
+                Reason.LOCAL_BLOCK_BUSY,
+                f"local block {busy & 0xFFFFFFFF} is still being written by transfer {self._claims[busy]}",
+                field="local_blocks",
+                block=busy & 0xFFFFFFFF,
+                transfer_id=self._claims[busy],
+            )
+        self._claims.update(dict.fromkeys(claims, transfer.id))
+        self.totals.bytes_in_flight += transfer.bytes
+        self._move(transfer, Event.POST)
+        transfer.posted.set()
+        self._start(self._run(transfer, timeout))
+
+    async def _run(self, transfer: Transfer, timeout: float) -> None:
+        """From posting to the outcome."""
+        began = time.perf_counter()
+        reads = [asyncio.ensure_future(self._read_source(s)) for s in transfer.sources if s.read is not None]
+        opens = [
+            asyncio.ensure_future(self._open_source(transfer, s.source, timeout))
+            for s in transfer.sources
+            if s.read is not None
+        ]
+        work: set[asyncio.Future[Any]] = {*reads, *opens}
+        fault: KvxferError | None = None
+        event = Event.COMPLETE
+        deadline = time.monotonic() + timeout
+        while work and fault is None:
+            done, _ = await asyncio.wait(
+                {*work, transfer.stop, transfer.link.lost},
+                timeout=max(0.0, deadline - time.monotonic()),
+                return_when=asyncio.FIRST_COMPLETED,
+            )
+            work -= done
+            if failed := next((d for d in done if d in (*reads, *opens) and d.exception() is not None), None):
+                event, fault = Event.FAULT, _as_error(failed.exception())
+            elif transfer.stop in done:
+                event, fault = Event.CANCEL, transfer.stop.result()
+            elif transfer.link.lost in done:
+                event, fault = Event.FAULT, transfer.link.lost.result()
+            elif not done:
+                why = f"the read did not finish within {timeout:g} s"
+                event, fault = Event.FAULT, KvxferError(Reason.DEADLINE_EXCEEDED, why, timeout_s=timeout)
+        for task in work:
+            task.cancel()  # of a posted read this ends the waiting only
+        if fault is not None and fault.reason in LINK_BREAKERS:
+            transfer.link.lose(fault)
+        transfer.timings.total = time.perf_counter() - began
+        await self._settle(transfer, event, fault)
+
+    async def _read_source(self, state: _SourceState) -> None:
+        if state.read is None:
+            raise RuntimeError("nothing is read from this source")
+        state.result = await self._registration.engine.post(state.read)
+
+    async def _open_source(self, transfer: Transfer, source: LinkSource, timeout: float) -> None:
+        began = time.perf_counter()
+        record = OpenRead(self._ref(transfer.spec, source), transfer.spec.ticket.num_tokens, wanted=timeout)
+        await source.client.open_read(record, timeout)
+        transfer.timings.open = max(transfer.timings.open or 0.0, time.perf_counter() - began)
+
+    async def _settle(self, transfer: Transfer, event: Event, error: KvxferError | None) -> None:
+        """Give a transfer its outcome, wait until the library has let go, give everything back."""
+        was_posted = transfer.state is State.POSTED
+        transfer.error = error
+        results = [s.result for s in transfer.sources if s.result is not None]
+        for name, attribute in (("queue", "queue_seconds"), ("post", "post_seconds"), ("move", "move_seconds")):
+            if results:
+                setattr(transfer.timings, name, max(getattr(r, attribute) for r in results))
+        self._move(transfer, event)
+        transfer.settled.set()
+        engine = self._registration.engine
+        for state in transfer.sources:
+            if state.read is None:
+                continue
+            # A read whose posting was called off in time was never posted; nothing will ever write for it.
+            if state.read.state is ReadState.POSTED or not state.read.is_quiesced:
+                await state.read.quiesced
+            await engine.release(state.read)
+        self._move(transfer, Event.QUIESCED)
+        if was_posted:
+            self.totals.bytes_in_flight -= transfer.bytes
+            for claim in transfer.resolved.claims.tolist():
+                del self._claims[claim]
+            self._start(self._close_sources(transfer, Outcome[transfer.state.value]))
+        if error is not None:
+            log.info("transfer ended", transfer=transfer.id, state=transfer.state.value, error=str(error))
+        transfer.ended = time.time()
+        transfer.finished.set()
+        self._tell(transfer)
+        if not was_posted:
+            transfer.link.let_go()
+        self._forget_old()
+
+    async def _close_sources(self, transfer: Transfer, outcome: Outcome) -> None:
+        """Tell every source that its read is over, with retries; a loss only costs it some polling."""
+        sources = [s.source for s in transfer.sources if s.read is not None]
+        try:
+            await asyncio.gather(
+                *(self._close_source(s, CloseRead(self._ref(transfer.spec, s), outcome)) for s in sources)
+            )
+        finally:
+            transfer.link.let_go()
+
+    async def _close_source(self, source: LinkSource, record: CloseRead) -> None:
+        for pause in (*CLOSE_BACKOFF, None):
+            try:
+                await source.client.close_read(record, CLOSE_TIMEOUT)
+                return
+            except KvxferError as error:
+                if pause is None or not error.spec.retry:
+                    log.info("close not delivered", peer=source.client.address, error=str(error))
+                    return
+                await asyncio.sleep(pause)
+
+    # -- ending ----------------------------------------------------------------------------------------------------
+
+    async def cancel(self, transfer: Transfer, timeout: float) -> None:
+        """Cancel, and wait at most ``timeout`` seconds until the local blocks are safe to reuse."""
+        if not transfer.stop.done():
+            why = f"transfer {transfer.id} was cancelled"
+            transfer.stop.set_result(KvxferError(Reason.TRANSFER_CANCELLED, why, transfer_id=transfer.id))
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(transfer.finished.wait(), timeout)
+
+    async def close(self) -> None:
+        """Cancel everything and wait until it has ended, at most for the drain time."""
+        self._closing = True
+        active = [t for t in self._known.values() if not t.finished.is_set()]
+        await asyncio.gather(*(self.cancel(t, self._settings.drain_timeout) for t in active))
+        if self._tasks:
+            _, late = await asyncio.wait(self._tasks, timeout=sum(CLOSE_BACKOFF))
+            for task in late:
+                task.cancel()
+            await asyncio.gather(*late, return_exceptions=True)
+        for watcher in self._watchers:
+            with contextlib.suppress(asyncio.QueueFull):
+                watcher.queue.put_nowait(None)
+
+    # -- what sources are told ---------------------------------------------------------------------------------------
+
+    def _ref(self, spec: TransferSpec, source: LinkSource) -> ReadRef:
+        rank = self._registration.identity.rank
+        return ReadRef(
+            engine_id=source.facts.engine_id,
+            rank=source.facts.rank,
+            incarnation=source.facts.incarnation,
+            request_id=spec.ticket.request_id,
+            lease_token=spec.ticket.lease_token,
+            reader=self._registration.links.reader,
+            readers=rank.tp_size * rank.pp_size,
+            transfer_id=spec.transfer_id,
+        )
+
+    def _notice(self, spec: TransferSpec, source: LinkSource) -> bytes:
+        """The payload of the read's NIXL notification."""
+        ref = self._ref(spec, source)
+        return notice_to_bytes(
+            ReadNotice(ref.engine_id, ref.incarnation, ref.request_id, ref.lease_token, ref.reader, ref.transfer_id)
+        )
+
+    # -- small things ----------------------------------------------------------------------------------------------
+
+    def _move(self, transfer: Transfer, event: Event) -> None:
+        before, transfer.state = transfer.state, life.step(transfer.state, event)
+        if transfer.state is before:
+            return
+        if transfer.state is State.DONE:
+            self.totals.done += 1
+            self.totals.bytes_read += transfer.bytes
+        self.totals.failed += transfer.state is State.FAILED
+        self.totals.cancelled += transfer.state is State.CANCELLED
+        if transfer.state not in life.FINAL_STATES:  # a final state is told once everything is given back
+            self._tell(transfer)
+
+    def _tell(self, transfer: Transfer) -> None:
+        for watcher in tuple(self._watchers):
+            try:
+                watcher.queue.put_nowait(transfer)
+            except asyncio.QueueFull:
+                watcher.overrun = True
+                self._watchers.discard(watcher)
+
+    def _forget_old(self) -> None:
+        ended = [t for t in self._known.values() if t.finished.is_set()]
+        for transfer in ended[: max(0, len(ended) - self._settings.kept_transfers)]:
+            del self._known[transfer.id]
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("a transfer task failed", exc_info=error)
+
+
+def new_transfer_id() -> str:
+    """An ID that nobody else has."""
+    return secrets.token_hex(8)
+
+
+def _check_same(spec: TransferSpec, digest: bytes) -> None:
+    if digest != spec.digest:
+        raise KvxferError(
+            Reason.TRANSFER_ID_REUSED,
+            f"transfer {spec.transfer_id} exists with other content",
+            field="transfer_id",
+            transfer_id=spec.transfer_id,
+        )
+
+
+def _as_error(error: BaseException | None) -> KvxferError:
+    if isinstance(error, KvxferError):
+        return error
+    return KvxferError(Reason.INTERNAL, f"the read failed in an unforeseen way: {error!r}")

@@ -1,0 +1,275 @@
+"""The composition root: settings in, a running service out.
+
+:class:`Sidecar` is what ``kvxfer serve`` runs; an engine may build one in its own process (with ``allow_address``)
+where memory cannot be shared between processes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import stat
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+import grpc.aio
+import structlog
+import uvloop
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1.health import aio as health
+from grpc_reflection.v1alpha import reflection
+
+from kvxfer import __version__
+from kvxfer.config import Settings, group_number
+from kvxfer.core.errors import KvxferError, Reason
+from kvxfer.logs import configure
+from kvxfer.pb import peer_pb2, peer_pb2_grpc, transfer_pb2, transfer_pb2_grpc
+from kvxfer.service.engine import EngineService
+from kvxfer.service.interceptors import ErrorInterceptor
+from kvxfer.service.peer import PeerService
+from kvxfer.service.peer_client import GrpcPeerClient
+from kvxfer.service.registrations import EngineFactory, Registrations
+from kvxfer.xfer.api import TransferEngine
+
+log = structlog.get_logger()
+
+ENGINE_SERVICE: Final = transfer_pb2.DESCRIPTOR.services_by_name["KvTransfer"].full_name
+PEER_SERVICE: Final = peer_pb2.DESCRIPTOR.services_by_name["KvPeer"].full_name
+
+#: How often holds and readers are looked through, seconds.
+TICK: Final = 1.0
+#: How long calls may still run once everything has drained, seconds.
+GRACE: Final = 1.0
+
+_Status = health_pb2.HealthCheckResponse
+
+
+def nixl_engine(settings: Settings) -> EngineFactory:
+    """Transfer engines over NIXL."""
+    from kvxfer.xfer.engine import EngineSettings
+    from kvxfer.xfer.nixl import NixlEngine
+    from kvxfer.xfer.pump import PumpSettings
+
+    chosen = EngineSettings(
+        pump=PumpSettings(interval=settings.poll_interval),
+        drain=settings.drain_timeout,
+        warm_up=settings.warm_up_timeout,
+    )
+
+    def make(name: str, on_notification: Callable[[str, bytes], None]) -> TransferEngine:
+        return NixlEngine(name, on_notification, settings=chosen)
+
+    return make
+
+
+class Sidecar:
+    """One sidecar: an engine listener, a peer listener, and what lies between them.
+
+    :param make_engine: builds transfer engines; NIXL's by default.
+    """
+
+    def __init__(self, settings: Settings, make_engine: EngineFactory | None = None) -> None:
+        self.settings: Final = settings
+        self.registrations: Final = Registrations(
+            settings.service(),
+            make_engine or nixl_engine(settings),
+            lambda address: GrpcPeerClient(address, settings.message_limit),
+        )
+        self.registrations.on_change = self._on_change
+        #: ``host:port`` of the peer listener as peers reach it; known once started.
+        self.peer_address = ""
+        self._servers: list[grpc.aio.Server] = []
+        self._health: list[health.HealthServicer] = []
+        self._service: EngineService | None = None
+        self._ticker: asyncio.Task[None] | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._stopping = False
+
+    @property
+    def engine_target(self) -> str:
+        """The gRPC target of the engine listener."""
+        return f"unix:{self.settings.engine_socket}"
+
+    async def start(self) -> None:
+        """Bind both listeners and serve.
+
+        :raises KvxferError: FIELD_INVALID where an address or the socket cannot be bound.
+        """
+        peer_server, port = self._bind_peer()
+        self.peer_address = self._advertised(port)
+        engine_server = self._new_server()
+        self._bind_engine(engine_server)
+        self._service = EngineService(self.registrations, self.settings.service(), self.peer_address)
+        transfer_pb2_grpc.add_KvTransferServicer_to_server(self._service, engine_server)
+        peer = PeerService(self.registrations, self.settings.poll_interval)
+        peer_pb2_grpc.add_KvPeerServicer_to_server(peer, peer_server)
+        for server, name in ((engine_server, ENGINE_SERVICE), (peer_server, PEER_SERVICE)):
+            servicer = health.HealthServicer()
+            self._health.append(servicer)
+            health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
+            names = (name, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name, reflection.SERVICE_NAME)
+            reflection.enable_server_reflection(names, server)
+        self._servers = [engine_server, peer_server]
+        await self._tell_health()
+        for server in self._servers:
+            await server.start()
+        self._ticker = asyncio.ensure_future(self._tick())
+        log.info("serving", version=__version__, engine=self.engine_target, peers=self.peer_address)
+
+    async def stop(self) -> None:
+        """Drain and stop: refuse new work, let transfers end, unregister, close the listeners.  Idempotent."""
+        if self._stopping:
+            return
+        self._stopping = True
+        log.info("draining")
+        if self._service is not None:
+            self._service.serving = False
+        await self._tell_health()
+        await self.registrations.close()
+        if self._ticker is not None:
+            self._ticker.cancel()
+        await asyncio.gather(*(s.stop(GRACE) for s in self._servers))
+        with contextlib.suppress(FileNotFoundError):
+            self.settings.engine_socket.unlink()
+        log.info("stopped")
+
+    # -- listeners -------------------------------------------------------------------------------------------------
+
+    def _new_server(self) -> grpc.aio.Server:
+        limit = self.settings.message_limit
+        return grpc.aio.server(
+            interceptors=[ErrorInterceptor()],
+            options=[
+                ("grpc.max_receive_message_length", limit),
+                ("grpc.max_send_message_length", limit),
+                ("grpc.so_reuseport", 0),
+                # Peers ping every 10 seconds, also when no call is under way.
+                ("grpc.keepalive_permit_without_calls", 1),
+                ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+                ("grpc.keepalive_time_ms", 20_000),
+                ("grpc.keepalive_timeout_ms", 10_000),
+            ],
+        )
+
+    def _bind_peer(self) -> tuple[grpc.aio.Server, int]:
+        server = self._new_server()
+        host, port = self.settings.peer_host, self.settings.peer_port
+        where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        try:
+            return server, server.add_insecure_port(where)
+        except RuntimeError as error:
+            raise KvxferError(
+                Reason.FIELD_INVALID,
+                f"the peer listener cannot bind {where}: {error}",
+                field="peer_port",
+                address=where,
+            ) from error
+
+    def _advertised(self, port: int) -> str:
+        if self.settings.advertise:
+            return self.settings.advertise
+        host = self.settings.peer_host
+        if host in ("0.0.0.0", "::", "[::]"):  # compared, not bound
+            host = socket.gethostname()
+        return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+    def _bind_engine(self, server: grpc.aio.Server) -> None:
+        path = self.settings.engine_socket
+        _make_way(path)
+        mode = int(self.settings.engine_socket_mode, 8)
+        # The socket must never be open to others, not even for the moment before chmod.
+        before = os.umask(0o777 & ~mode)
+        try:
+            server.add_insecure_port(self.engine_target)
+            path.chmod(mode)
+            group = group_number(self.settings.engine_socket_group)
+            if group is not None:
+                os.chown(path, -1, group)
+        except (RuntimeError, OSError) as error:
+            raise KvxferError(
+                Reason.FIELD_INVALID,
+                f"the engine listener cannot bind {path}: {error}",
+                field="engine_socket",
+                path=path,
+            ) from error
+        finally:
+            os.umask(before)
+
+    # -- health and time -------------------------------------------------------------------------------------------
+
+    def _on_change(self) -> None:
+        task = asyncio.ensure_future(self._tell_health())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _tell_health(self) -> None:
+        """The process is alive at once; the services serve once a cache is registered, and not while draining."""
+        ready = len(self.registrations) > 0 and not self._stopping
+        for servicer, name in zip(self._health, (ENGINE_SERVICE, PEER_SERVICE), strict=True):
+            await servicer.set("", _Status.SERVING)
+            await servicer.set(name, _Status.SERVING if ready else _Status.NOT_SERVING)
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(TICK)
+            now = time.monotonic()
+            for registration in self.registrations:
+                registration.holds.tick(now)
+                registration.readers.tick(now)
+
+
+def _make_way(path: Path) -> None:
+    """Make the socket's directory, and remove a socket that nobody listens on any more.
+
+    :raises KvxferError: FIELD_INVALID where something else is there, or a live sidecar.
+    """
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        kind = path.lstat().st_mode
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise KvxferError(
+            Reason.FIELD_INVALID, f"the directory of {path} cannot be made: {error}", field="engine_socket", path=path
+        ) from error
+    problem = "" if stat.S_ISSOCK(kind) else "is there and is no socket"
+    with socket.socket(socket.AF_UNIX) as probe:
+        if not problem and probe.connect_ex(str(path)) == 0:
+            problem = "is served by another sidecar"
+    if problem:
+        raise KvxferError(Reason.FIELD_INVALID, f"{path} {problem}", field="engine_socket", path=path)
+    path.unlink()
+
+
+async def _serve(settings: Settings, started: Callable[[Sidecar], None] | None) -> None:
+    sidecar = Sidecar(settings)
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def on_signal() -> None:
+        if stop.is_set():  # the second time means now
+            log.warning("stopping at once")
+            os._exit(130)
+        stop.set()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, on_signal)
+    await sidecar.start()
+    if started is not None:
+        started(sidecar)
+    await stop.wait()
+    await sidecar.stop()
+
+
+def serve(settings: Settings, started: Callable[[Sidecar], None] | None = None) -> None:
+    """Run a sidecar until SIGINT or SIGTERM; a second signal ends the process at once.
+
+    :param started: called once both listeners serve.
+    """
+    configure(settings.log_level, settings.log_format)
+    uvloop.run(_serve(settings, started))
