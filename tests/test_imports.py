@@ -61,6 +61,7 @@ LAYERS: dict[str, Layer] = {
         ours=("kvxfer.wire", "kvxfer.pb", "kvxfer.core", "kvxfer.xfer.api", "kvxfer.memory"),
         theirs=(*GRPC, "numpy", "structlog"),
     ),
+    "kvxfer.logs": Layer(theirs=("structlog",)),
     "kvxfer.config": Layer(ours=COMPOSITION, theirs=("pydantic", "pydantic_settings", "tomli")),
     "kvxfer.sidecar": Layer(ours=COMPOSITION, theirs=(*GRPC, "numpy", "structlog", "uvloop")),
     "kvxfer.cli": Layer(

@@ -1,0 +1,43 @@
+"""The command's root."""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+from kvxfer import __version__
+from kvxfer.cli import demo, serve
+from kvxfer.core.errors import KvxferError
+
+app = typer.Typer(
+    name="kvxfer",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Moves KV caches and state snapshots between LLM engines over NIXL.",
+)
+app.command("serve")(serve.serve)
+app.command("demo")(demo.demo)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"kvxfer {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: bool = typer.Option(False, "--version", callback=_version, is_eager=True, help="Show the version."),
+) -> None:
+    """Options that every subcommand takes."""
+
+
+def main() -> None:
+    """Entry point: errors of ours are one line and exit status 1."""
+    try:
+        app()
+    except KvxferError as error:
+        typer.echo(f"kvxfer: {error}", err=True)
+        sys.exit(1)

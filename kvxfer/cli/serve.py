@@ -1,0 +1,97 @@
+"""``kvxfer serve``: run a sidecar."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from kvxfer.core.errors import KvxferError, Reason
+
+
+
+def serve(
+    config: Annotated[Path | None, typer.Option(help="TOML file with settings.", show_default=False)] = None,
+    engine_socket: Annotated[
+        Path | None, typer.Option(help="Unix socket of the engine listener.", show_default=False)
+    ] = None,
+    peer_host: Annotated[
+        str | None, typer.Option(help="Address that the peer listener binds.", show_default=False)
+    ] = None,
+    peer_port: Annotated[
+        int | None, typer.Option(help="Its TCP port; 0 takes a free one.", show_default=False)
+    ] = None,
+    advertise: Annotated[
+        str | None, typer.Option(help="host:port under which peers reach it.", show_default=False)
+    ] = None,
+    insecure_peer: Annotated[
+        bool | None, typer.Option("--insecure-peer", help="Allow plaintext peers off loopback.", show_default=False)
+    ] = None,
+    memory_directory: Annotated[
+        list[str] | None,
+        typer.Option(help="Directory whose files engines may hand over; may be repeated.", show_default=False),
+    ] = None,
+    log_level: Annotated[
+        str | None, typer.Option(help="debug, info, warning or error.", show_default=False)
+    ] = None,
+    log_format: Annotated[str | None, typer.Option(help="auto, text or json.", show_default=False)] = None,
+    setting: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="Any other setting, as name=value; may be repeated.", show_default=False),
+    ] = None,
+    print_settings: Annotated[bool, typer.Option("--print-settings", help="Show every setting, and stop.")] = False,
+) -> None:
+    """Run a sidecar until it is told to stop.
+
+    Every setting may also come from the environment (KVXFER_PEER_PORT=9000) or from a TOML file; flags win.
+
+    Examples:
+
+      kvxfer serve --engine-socket /run/kvxfer/rank0.sock --peer-port 9000
+
+      kvxfer serve --config kvxfer.toml --set max_transfers=10000
+    """
+    from pydantic import ValidationError
+
+    from kvxfer.config import Settings
+
+    flags: dict[str, Any] = {
+        "engine_socket": engine_socket,
+        "peer_host": peer_host,
+        "peer_port": peer_port,
+        "advertise": advertise,
+        "insecure_peer": insecure_peer,
+        "memory_directories": tuple(memory_directory) if memory_directory else None,
+        "log_level": log_level,
+        "log_format": log_format,
+    }
+    flags = {name: value for name, value in flags.items() if value is not None}
+    for pair in setting or []:
+        name, separator, value = pair.partition("=")
+        if not separator:
+            raise KvxferError(Reason.FIELD_INVALID, f"--set takes name=value, not {pair!r}", field="set")
+        flags[name] = value
+    try:
+        settings = Settings.load(config, **flags)
+    except ValidationError as error:
+        problems = "; ".join(f"{'.'.join(map(str, e['loc'])) or 'settings'}: {e['msg']}" for e in error.errors())
+        raise KvxferError(Reason.FIELD_INVALID, problems) from error
+    except FileNotFoundError as error:
+        raise KvxferError(Reason.FIELD_INVALID, str(error), field="config") from error
+    if print_settings:
+        for name, value in settings.model_dump().items():
+            typer.echo(f"{name} = {value!r}")
+        return
+
+    from kvxfer import sidecar
+    from kvxfer.xfer.environment import hard_exit
+
+    status = 0
+    try:
+        sidecar.serve(settings)
+    except KvxferError as error:
+        typer.echo(f"kvxfer: {error}", err=True)
+        status = 1
+    # Some NIXL builds crash in a destructor when the process ends by itself; everything of ours is closed by now.
+    hard_exit(status)
