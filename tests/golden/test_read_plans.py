@@ -158,3 +158,15 @@ def test_the_ranges_are_those_of_the_connector(path: Path) -> None:
     for read in case["reads"]:
         assert read["bytes"] == sum(r[4] for r in read["ranges"])
     assert ours(case) == theirs
+
+
+def test_a_whole_block_at_equal_tp_is_one_run_a_layer() -> None:
+    """Nemotron Nano, one logical block of 261 kernel blocks: a run for each of its 29 layers, not for each of those."""
+    case = load(Path(__file__).parent / "vectors" / "nemotron_nano30b_tp1_tp1.json")
+    engine = case["P"]
+    whole = engine["kernel_block_tokens"] * engine["kernel_blocks_per_logical"]
+    case["tokens"] = dict.fromkeys(case["tokens"], whole)
+    case["logical_block_ids"] = {s: {g: ids[:1] for g, ids in case["logical_block_ids"][s].items()} for s in "PD"}
+    (p,), (d,) = layouts(case, "P"), layouts(case, "D")
+    read = resolve(compile_plan(Member(Rank(), d), [Member(Rank(), p)]), request(case))
+    assert read.descriptors == sum(len(g["layers"]) for g in case["groups"]) == 29

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
@@ -38,6 +39,7 @@ class _Breaker:
     ) -> None:
         self.c = c
         self.request = request
+        self.remotes = remotes
         self.side = c.one(("local", "remote"))
         layers = {v.layer for g in local.groups for v in g.views}
         if self.side == "local":
@@ -173,12 +175,15 @@ class _Breaker:
         value = self.c.one((self.request.num_tokens + 1, -1, 2**63))
         return replace(self.request, skip_tokens=value), frozenset({Reason.RANGE_INVALID})
 
-    def skip_inside_a_granule(self) -> tuple[Request, Reasons | None] | None:
+    def skip_inside_a_granule(self) -> tuple[Request, Reasons] | None:
         if self.side != "local" or not self.attention:
             return None
-        # Whether one more token is inside a granule depends on both sides: any answer but a crash will do.
-        changed, _ = self._with(skip_tokens=self.wants[0].skip + 1, num_tokens=self.wants[0].tokens)
-        return changed, None
+        theirs = {(v.layer, x.name): x.tokens for r in self.remotes for g in r.groups for v, x in g.parts()}
+        granules = [math.gcd(x.tokens, theirs[v.layer, x.name]) for v, x in self.group.parts()]
+        skip = 1 + self.c.below(max(granules) - 1)
+        if all(skip % g == 0 for g in granules):
+            return None
+        return self._with(Reason.RANGE_INVALID, skip_tokens=skip, num_tokens=skip + self.c.below(3))
 
     def no_positions(self) -> tuple[Request, Reasons] | None:
         if self.attention:

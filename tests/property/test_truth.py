@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kvxfer.core.errors import KvxferError, Reason
@@ -34,6 +34,9 @@ from tests.truth import Blocks, Labels, RankMemory, Want, fewest_sources, verify
 
 #: Any order on either side, whatever it costs: the worlds have one-byte elements in all orders.
 ANY_ORDER = PairingOptions(min_run_bytes=1)
+
+#: For what needs fewer examples than the truth itself, whichever profile is chosen.
+FEWER = settings(max_examples=max(50, settings().max_examples // 4))
 
 recipes = st.binary(min_size=CHOICES, max_size=CHOICES).map(Recipe)
 
@@ -104,6 +107,7 @@ def test_every_byte_is_what_it_must_be(recipe: Recipe) -> None:
     check_world(recipe)
 
 
+@FEWER
 @given(recipes)
 def test_a_bad_request_is_refused_with_a_reason(recipe: Recipe) -> None:
     """One thing of a good request is broken: a :class:`KvxferError` of the right reason, and never anything else."""
@@ -124,6 +128,7 @@ def test_a_bad_request_is_refused_with_a_reason(recipe: Recipe) -> None:
     assert caught.value.reason in reasons, (caught.value, reasons)
 
 
+@FEWER
 @given(recipes)
 def test_what_can_not_be_paired_is_refused(recipe: Recipe) -> None:
     """One thing of P's layouts no longer fits D's: LAYOUT_MISMATCH, and never anything else."""
@@ -136,6 +141,7 @@ def test_what_can_not_be_paired_is_refused(recipe: Recipe) -> None:
     assert caught.value.reason is Reason.LAYOUT_MISMATCH
 
 
+@FEWER
 @given(recipes)
 def test_short_runs_are_refused_or_not_made(recipe: Recipe) -> None:
     """With a minimum either the plan is refused, or it is the same as without."""
@@ -153,6 +159,37 @@ def test_short_runs_are_refused_or_not_made(recipe: Recipe) -> None:
         assert one.rank == other.rank
         for a, b in ((one.local, other.local), (one.remote, other.remote)):
             assert all(np.array_equal(getattr(a, n), getattr(b, n)) for n in ("region", "offset", "length", "count"))
+
+
+# -- which ranks to read from ----------------------------------------------------------------------------------------
+
+
+def halves(held: list[int]) -> CacheLayout:
+    """A layer for each of ``held``, of which this rank has one of two units."""
+    views = []
+    for i, unit in enumerate(held):
+        axes = (Axis(AxisKind.UNIT, 1), Axis(AxisKind.INNER, 4))
+        component = Component("ssm", "uint8", 1, axes, UnitRange(unit, unit + 1, 2))
+        views.append(View(str(i), 0, 4 * i, 4 * len(held), 1, (component,)))
+    return CacheLayout((Region(4 * len(held)),), (Group("g", GroupKind.STATE, tuple(views)),))
+
+
+@given(st.integers(1, 6).flatmap(lambda ranks: st.lists(st.integers(0, 63), min_size=ranks, max_size=ranks)))
+# Rank 0 has most, four of six layers; ranks 1 and 2 have three each and together all.  Taking the most at every step
+# would come to three ranks.
+@example([0b001111, 0b010101, 0b101010, 0b010000, 0b100000])
+def test_no_choice_of_ranks_is_smaller(holdings: list[int]) -> None:
+    """D needs unit 0 of six layers; bit ``i`` of a rank's number says that it has it of layer ``i``."""
+    every = 0
+    for holding in holdings:
+        every |= holding
+    holdings[-1] |= 63 & ~every
+    reader = halves([0] * 6)
+    p = [Member(Rank(i, len(holdings)), halves([1 - (h >> k & 1) for k in range(6)])) for i, h in enumerate(holdings)]
+    plan = compile_plan(Member(Rank(), reader), p, ANY_ORDER)
+    labels = Labels()
+    fewest = fewest_sources(RankMemory(reader, labels), [RankMemory(m.layout, labels) for m in p])
+    assert len(plan.sources) == fewest
 
 
 # -- blocks of 400 and 528 tokens ------------------------------------------------------------------------------------
