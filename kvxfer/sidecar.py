@@ -271,5 +271,8 @@ def serve(settings: Settings, started: Callable[[Sidecar], None] | None = None) 
 
     :param started: called once both listeners serve.
     """
+    from kvxfer.xfer.nixl import preload
+
     configure(settings.log_level, settings.log_format)
+    preload()
     uvloop.run(_serve(settings, started))

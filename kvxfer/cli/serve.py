@@ -10,7 +10,6 @@ import typer
 from kvxfer.core.errors import KvxferError, Reason
 
 
-
 def serve(
     config: Annotated[Path | None, typer.Option(help="TOML file with settings.", show_default=False)] = None,
     engine_socket: Annotated[
@@ -19,9 +18,7 @@ def serve(
     peer_host: Annotated[
         str | None, typer.Option(help="Address that the peer listener binds.", show_default=False)
     ] = None,
-    peer_port: Annotated[
-        int | None, typer.Option(help="Its TCP port; 0 takes a free one.", show_default=False)
-    ] = None,
+    peer_port: Annotated[int | None, typer.Option(help="Its TCP port; 0 takes a free one.", show_default=False)] = None,
     advertise: Annotated[
         str | None, typer.Option(help="host:port under which peers reach it.", show_default=False)
     ] = None,
@@ -32,9 +29,7 @@ def serve(
         list[str] | None,
         typer.Option(help="Directory whose files engines may hand over; may be repeated.", show_default=False),
     ] = None,
-    log_level: Annotated[
-        str | None, typer.Option(help="debug, info, warning or error.", show_default=False)
-    ] = None,
+    log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error.", show_default=False)] = None,
     log_format: Annotated[str | None, typer.Option(help="auto, text or json.", show_default=False)] = None,
     setting: Annotated[
         list[str] | None,

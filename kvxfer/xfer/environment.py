@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import Final, NoReturn
 
 #: Set where the user has set nothing, before the first agent of the process is created.
-UCX_DEFAULTS: Final[Mapping[str, str]] = MappingProxyType(
+DEFAULTS: Final[Mapping[str, str]] = MappingProxyType(
     {
         # Larger segments more than double the TCP throughput of reads of many blocks.
         "UCX_TCP_TX_SEG_SIZE": "64K",
@@ -20,6 +20,8 @@ UCX_DEFAULTS: Final[Mapping[str, str]] = MappingProxyType(
         "UCX_TCP_USER_TIMEOUT": "3s",
         "UCX_TCP_KEEPIDLE": "1s",
         "UCX_TCP_KEEPINTVL": "1s",
+        # NIXL tells of every agent on standard output, which is not its place.
+        "NIXL_LOG_LEVEL": "WARN",
     }
 )
 
@@ -27,8 +29,8 @@ _ours: set[str] = set()
 
 
 def apply_defaults() -> None:
-    """Put :data:`UCX_DEFAULTS` into the environment, where nothing is set yet."""
-    for name, value in UCX_DEFAULTS.items():
+    """Put :data:`DEFAULTS` into the environment, where nothing is set yet."""
+    for name, value in DEFAULTS.items():
         if name not in os.environ:
             os.environ[name] = value
             _ours.add(name)
@@ -37,7 +39,7 @@ def apply_defaults() -> None:
 def effective() -> tuple[Mapping[str, str], tuple[str, ...]]:
     """The ``UCX_*`` and ``NIXL_*`` variables in force, and the names of those that are kvxfer's defaults."""
     found = {k: v for k, v in sorted(os.environ.items()) if k.startswith(("UCX_", "NIXL_"))}
-    return MappingProxyType(found), tuple(k for k in found if k in _ours and found[k] == UCX_DEFAULTS[k])
+    return MappingProxyType(found), tuple(k for k in found if k in _ours and found[k] == DEFAULTS[k])
 
 
 def ucx_version() -> str:

@@ -12,6 +12,7 @@ import importlib.metadata
 import itertools
 import logging
 import struct
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
@@ -22,7 +23,7 @@ from kvxfer.xfer.engine import EngineSettings, PumpedEngine
 from kvxfer.xfer.environment import apply_defaults, effective, hard_exit, ucx_version
 from kvxfer.xfer.pump import LibraryInfo
 
-__all__ = ["NixlDriver", "NixlEngine", "hard_exit"]
+__all__ = ["NixlDriver", "NixlEngine", "hard_exit", "preload"]
 
 _log = logging.getLogger(__name__)
 
@@ -71,6 +72,32 @@ def _translate(caught: Exception, default: Reason, what: str, **values: object) 
     return KvxferError(reason, what, field="", **values)
 
 
+def _load() -> Any:
+    apply_defaults()  # before the import: UCX reads part of its settings when it is loaded
+    try:
+        return importlib.import_module("nixl._api")
+    except ImportError as missing:
+        raise KvxferError(Reason.UNSUPPORTED, "NIXL is not installed", detail=missing) from None
+
+
+def preload() -> None:
+    """Load NIXL, but not torch, which it would import to learn of a CUDA version when nothing else tells.
+
+    That costs about 1.7 seconds and 195 MB, and we hand it no tensors.  Only for a process of our own that has no other
+    threads yet: an import of torch elsewhere would fail meanwhile.  A torch that is loaded already stays.
+
+    :raises KvxferError: UNSUPPORTED where NIXL is not installed.
+    """
+    if "torch" in sys.modules:
+        _load()
+        return
+    sys.modules["torch"] = None  # type: ignore[assignment]  # what makes an import of it fail at once
+    try:
+        _load()
+    finally:
+        del sys.modules["torch"]
+
+
 class NixlDriver:
     """One NIXL agent; see :class:`kvxfer.xfer.pump.Driver`.  All calls on one thread.
 
@@ -90,11 +117,7 @@ class NixlDriver:
 
     def open(self, name: str) -> None:
         """Create the agent and its backends."""
-        apply_defaults()  # before the import: UCX reads part of its settings when it is loaded
-        try:
-            api: Any = importlib.import_module("nixl._api")
-        except ImportError as missing:
-            raise KvxferError(Reason.UNSUPPORTED, "NIXL is not installed", detail=missing) from None
+        api = _load()
         config: dict[str, Any] = {"enable_prog_thread": False, "capture_telemetry": True, "backends": []}
         with _translated(Reason.INTERNAL, "the NIXL agent could not be created", agent=name):
             self._agent = api.nixl_agent(name, api.nixl_agent_config(**config))

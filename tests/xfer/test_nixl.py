@@ -17,7 +17,7 @@ import pytest
 from kvxfer.core.errors import KvxferError, Reason
 from kvxfer.xfer.api import MemoryKind, Peer, Read, ReadResult, ReadState, RowArray, Rows, TransferEngine
 from kvxfer.xfer.engine import EngineSettings
-from kvxfer.xfer.environment import UCX_DEFAULTS
+from kvxfer.xfer.environment import DEFAULTS
 from kvxfer.xfer.nixl import NixlEngine
 from tests.xfer.nixl_processes import Bytes, Target, cpu_seconds, pattern, reader, run, span_of, target
 from tests.xfer.waiting import state_of, until
@@ -459,7 +459,7 @@ async def described() -> None:
         assert info.transport_version.split(".")[0].isdigit()
         assert "UCX" in info.backends
         assert info.environment["UCX_TCP_TX_SEG_SIZE"] == "32K"
-        assert set(info.defaults) == set(UCX_DEFAULTS) - {"UCX_TCP_TX_SEG_SIZE"}
+        assert set(info.defaults) == set(DEFAULTS) - {"UCX_TCP_TX_SEG_SIZE"}
 
 
 def test_info_tells_defaults_from_the_users_settings() -> None:
