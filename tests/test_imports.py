@@ -37,7 +37,7 @@ PURE = (*WORLD, "socket", "subprocess", "tempfile", "threading", "time", "random
 
 GRPC = ("grpc", "grpc_health", "grpc_reflection", "grpc_status", "google")
 BELOW_THE_TOP = ("kvxfer.core", "kvxfer.models", "kvxfer.memory", "kvxfer.xfer", "kvxfer.wire", "kvxfer.pb")
-COMPOSITION = (*BELOW_THE_TOP, "kvxfer.service", "kvxfer.sidecar", "kvxfer.config")
+COMPOSITION = (*BELOW_THE_TOP, "kvxfer.service", "kvxfer.sidecar", "kvxfer.config", "kvxfer.logs")
 CLIENT = ("kvxfer.core", "kvxfer.pb", "kvxfer.wire", "kvxfer.memory.handles")
 
 LAYERS: dict[str, Layer] = {

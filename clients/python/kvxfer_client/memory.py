@@ -37,8 +37,6 @@ from kvxfer.core.errors import KvxferError, Reason
 from kvxfer.memory.handles import FileHandle, Handle, Mappable, Memfd, PosixShm
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
-
     import torch
 
 _SHM_DIRECTORY: Final = "/dev/shm"
@@ -102,7 +100,7 @@ class SharedRegion:
     # -- constructors ------------------------------------------------------------------------------------------------
 
     @classmethod
-    def create_shm(cls, size: int, name: str | None = None) -> Self:
+    def create_shm(cls, size: int, name: str | None = None) -> SharedRegion:
         """New POSIX shared memory of ``size`` bytes, zeroed and fully allocated, mode 0600.
 
         :param name: as for ``shm_open``, ``/something``; by default one that cannot be guessed and that a sidecar's
@@ -115,7 +113,7 @@ class SharedRegion:
     @classmethod
     def create_file(
         cls, path: str | os.PathLike[str], size: int, mode: int = 0o600, group: int | str | None = None
-    ) -> Self:
+    ) -> SharedRegion:
         """A new file of ``size`` bytes, zeroed and fully allocated.  The file must not exist.
 
         Put it on a memory-backed file system (tmpfs), below a directory that the sidecar's policy allows.  Whoever may
@@ -133,7 +131,7 @@ class SharedRegion:
         return cls._create(handle.path, size, mode, _group_number(group), handle, "path")
 
     @classmethod
-    def create_memfd(cls, size: int) -> Self:
+    def create_memfd(cls, size: int) -> SharedRegion:
         """A new memfd of ``size`` bytes, zeroed, fully allocated and sealed: its size can never change.
 
         The handle names this process and a descriptor of it, so the region has to stay open until the sidecar has
@@ -166,7 +164,7 @@ class SharedRegion:
         return cls(mapped, 0, size, Memfd(os.getpid(), fd, 0, size), fd, None)
 
     @classmethod
-    def map(cls, handle: Handle) -> Self:
+    def map(cls, handle: Handle) -> SharedRegion:
         """Map memory that exists, usually what a sidecar created and named in its answer.
 
         :raises KvxferError: UNSUPPORTED for handles that name nothing to map; MEMORY_HANDLE_INVALID where there is no
@@ -197,7 +195,7 @@ class SharedRegion:
         return cls(mapped, skip, handle.size, handle, None, None)
 
     @classmethod
-    def _create(cls, path: str, size: int, mode: int, group: int | None, handle: Mappable, field: str) -> Self:
+    def _create(cls, path: str, size: int, mode: int, group: int | None, handle: Mappable, field: str) -> SharedRegion:
         with contextlib.ExitStack() as undo:
             try:
                 fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
@@ -309,7 +307,7 @@ class SharedRegion:
         if remove is not None:
             remove()
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> SharedRegion:
         return self
 
     def __exit__(
