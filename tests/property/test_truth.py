@@ -161,6 +161,25 @@ def test_short_runs_are_refused_or_not_made(recipe: Recipe) -> None:
             assert all(np.array_equal(getattr(a, n), getattr(b, n)) for n in ("region", "offset", "length", "count"))
 
 
+@pytest.mark.parametrize("inner, refused", [(63, True), (64, False)])
+def test_orders_that_share_only_short_runs_are_refused(inner: int, refused: bool) -> None:
+    """HND against NHD: what is contiguous on both sides is one head of one token."""
+    members = []
+    for kinds in ((AxisKind.UNIT, AxisKind.TOKEN), (AxisKind.TOKEN, AxisKind.UNIT)):
+        axes = tuple(Axis(kind, 4) for kind in kinds) + (Axis(AxisKind.INNER, inner),)
+        view = View("0", 0, 0, 16 * inner, 1, (Component("kv", "uint8", 1, axes, UnitRange(0, 4, 4)),))
+        layout = CacheLayout((Region(16 * inner),), (Group("g", GroupKind.ATTENTION, (view,), 4),))
+        members.append(Member(Rank(), layout))
+    if not refused:
+        assert len(compile_plan(members[0], members[1:]).sources) == 1
+        return
+    with pytest.raises(KvxferError) as caught:
+        compile_plan(members[0], members[1:])
+    assert caught.value.reason is Reason.LAYOUT_MISMATCH
+    assert caught.value.metadata["component"] == "kv"
+    assert all(order in caught.value.message for order in ("unit, token, inner", "token, unit, inner", "63", "64"))
+
+
 # -- which ranks to read from ----------------------------------------------------------------------------------------
 
 

@@ -114,10 +114,10 @@ class Style:
 
 
 @dataclass
-class Plan:
+class Side:
     """One side: its ranks, how it shards, groups and places."""
 
-    side: str
+    letter: str
     tp: int
     pp: int
     units: dict[tuple[str, str], list[tuple[int, int]]] = field(default_factory=dict)
@@ -141,7 +141,6 @@ class World:
     wants: dict[str, Want]
     num_tokens: int
     skip_tokens: int
-    pooled: tuple[str, ...]
 
 
 def make_world(recipe: bytes | Choices) -> World:
@@ -165,7 +164,6 @@ def make_world(recipe: bytes | Choices) -> World:
         wants=wants,
         num_tokens=num_tokens,
         skip_tokens=skip_tokens,
-        pooled=tuple(s.side for s in (p, d) if s.tensors.startswith("pool")),
     )
 
 
@@ -214,65 +212,65 @@ def _order(c: Choices, letters: str) -> str:
 # -- one side --------------------------------------------------------------------------------------------------------
 
 
-def _side(c: Choices, side: str, layers: dict[str, dict[str, Spec]], covers: bool, like: Plan | None) -> Plan:
+def _side(c: Choices, letter: str, layers: dict[str, dict[str, Spec]], covers: bool, like: Side | None) -> Side:
     tp, pp = (like.tp, like.pp) if like and c.chance(25) else c.one(_PARALLEL)
-    plan = Plan(side, tp, pp)
+    side = Side(letter, tp, pp)
     if like and (like.tp, like.pp) == (tp, pp) and c.chance(40):
         # Equal engines: what should collapse to a few long runs.
-        plan.units, plan.stage = like.units, like.stage
+        side.units, side.stage = like.units, like.stage
         same_groups = c.chance(60)
-        plan.styles = like.styles if same_groups else {}
-        plan.groups = {g.replace("p", "d", 1): v for g, v in like.groups.items()} if same_groups else {}
-        plan.tensors = like.tensors if same_groups else "own"
+        side.styles = like.styles if same_groups else {}
+        side.groups = {g.replace("p", "d", 1): v for g, v in like.groups.items()} if same_groups else {}
+        side.tensors = like.tensors if same_groups else "own"
     names = list(layers)
-    if not plan.stage:
-        _stages(c, plan, names)
-    if not plan.units:
-        _shards(c, plan, layers, covers)
-    if not plan.groups:
-        _group(c, plan, names, layers)
-    if not plan.styles:
+    if not side.stage:
+        _stages(c, side, names)
+    if not side.units:
+        _shards(c, side, layers, covers)
+    if not side.groups:
+        _group(c, side, names, layers)
+    if not side.styles:
         for layer, specs in layers.items():
-            earlier = next((n for n in plan.styles if layers[n] is specs and _fits(plan, n, layer)), None)
+            earlier = next((n for n in side.styles if layers[n] is specs and _fits(side, n, layer)), None)
             if earlier is None or c.chance(25):
-                plan.styles[layer] = _style(c, plan, layer, specs)
+                side.styles[layer] = _style(c, side, layer, specs)
             else:
-                plan.styles[layer] = plan.styles[earlier]
-        plan.tensors = c.one(("own", "chain", "block", "pool", "pool-block"))
-    plan.base_pad = c.below(9) if c.chance(30) else 0
-    plan.extra_blocks = [c.below(3) if c.chance(20) else 0 for _ in range(plan.tp * plan.pp)]
-    return plan
+                side.styles[layer] = side.styles[earlier]
+        side.tensors = c.one(("own", "chain", "block", "pool", "pool-block"))
+    side.base_pad = c.below(9) if c.chance(30) else 0
+    side.extra_blocks = [c.below(3) if c.chance(20) else 0 for _ in range(side.tp * side.pp)]
+    return side
 
 
-def _stages(c: Choices, plan: Plan, names: list[str]) -> None:
+def _stages(c: Choices, side: Side, names: list[str]) -> None:
     """Which pipeline stage holds each layer: every stage holds one at least."""
     if len(names) < 2:
-        plan.pp = 1
-    first = 1 + c.below(len(names) - 1) if plan.pp == 2 else len(names)
-    ordered = c.shuffled(names) if plan.pp == 2 and c.chance(30) else names
-    plan.stage = {n: int(i >= first) for i, n in enumerate(ordered)}
+        side.pp = 1
+    first = 1 + c.below(len(names) - 1) if side.pp == 2 else len(names)
+    ordered = c.shuffled(names) if side.pp == 2 and c.chance(30) else names
+    side.stage = {n: int(i >= first) for i, n in enumerate(ordered)}
 
 
-def _shards(c: Choices, plan: Plan, layers: dict[str, dict[str, Spec]], covers: bool) -> None:
+def _shards(c: Choices, side: Side, layers: dict[str, dict[str, Spec]], covers: bool) -> None:
     """The units of every component on each TP rank; layers of a kind are mostly cut alike, and so are K and V."""
     for layer, specs in layers.items():
         lead = next(iter(specs.values()))
         for name, spec in specs.items():
-            alike = next((k for k in plan.units if k[1] == name and specs is layers[k[0]]), None)
+            alike = next((k for k in side.units if k[1] == name and specs is layers[k[0]]), None)
             if alike is not None and not c.chance(10):
-                plan.units[layer, name] = plan.units[alike]
+                side.units[layer, name] = side.units[alike]
             elif spec is not lead and spec.total == lead.total and not c.chance(20):
-                plan.units[layer, name] = plan.units[layer, lead.name]
+                side.units[layer, name] = side.units[layer, lead.name]
             else:
-                plan.units[layer, name] = _units(c, spec.total, plan.tp, covers)
+                side.units[layer, name] = _units(c, spec.total, side.tp, covers)
 
 
-def _fits(plan: Plan, a: str, b: str) -> bool:
-    return _block_tokens(plan, a) == _block_tokens(plan, b)
+def _fits(side: Side, a: str, b: str) -> bool:
+    return _block_tokens(side, a) == _block_tokens(side, b)
 
 
-def _block_tokens(plan: Plan, layer: str) -> int:
-    return next(tokens for _, tokens, names in plan.groups.values() if layer in names)
+def _block_tokens(side: Side, layer: str) -> int:
+    return next(tokens for _, tokens, names in side.groups.values() if layer in names)
 
 
 def _units(c: Choices, total: int, tp: int, covers: bool) -> list[tuple[int, int]]:
@@ -301,7 +299,7 @@ def _units(c: Choices, total: int, tp: int, covers: bool) -> list[tuple[int, int
     return [(i * total // tp, (i + 1) * total // tp) for i in range(tp)]
 
 
-def _group(c: Choices, plan: Plan, names: list[str], layers: dict[str, dict[str, Spec]]) -> None:
+def _group(c: Choices, side: Side, names: list[str], layers: dict[str, dict[str, Spec]]) -> None:
     for kind in (GroupKind.ATTENTION, GroupKind.STATE):
         mine = [n for n in names if next(iter(layers[n].values())).kind is kind]
         if not mine:
@@ -314,16 +312,16 @@ def _group(c: Choices, plan: Plan, names: list[str], layers: dict[str, dict[str,
         for i, group in enumerate(members):
             if i and c.chance(30):
                 tokens = c.one(_TOKENS)
-            plan.groups[f"{plan.side}.{kind.value}.{i}"] = (kind, tokens if kind is GroupKind.ATTENTION else 0, group)
+            side.groups[f"{side.letter}.{kind.value}.{i}"] = (kind, tokens if kind is GroupKind.ATTENTION else 0, group)
 
 
-def _style(c: Choices, plan: Plan, layer: str, specs: dict[str, Spec]) -> Style:
+def _style(c: Choices, side: Side, layer: str, specs: dict[str, Spec]) -> Style:
     placings = {}
     for name, spec in specs.items():
         order = _order(c, "".join(sorted(spec.order))) if c.chance(30) else spec.order
         pads = tuple(c.below(4) if c.chance(8) else 0 for _ in order)
         placings[name] = Placing(order, pads, c.chance(50), c.chance(50))
-    tokens = _block_tokens(plan, layer)
+    tokens = _block_tokens(side, layer)
     ratios = tuple(r for r in range(1, tokens + 1) if tokens % r == 0) if tokens else (1,)
     split = c.below(len(specs)) if c.chance(30) else 0
     ratio = c.one(ratios)
@@ -357,26 +355,26 @@ class _Page:
     """Parts of the region that the components are spread over, one page each; 1 where they share their pages."""
 
 
-def _rank(plan: Plan, layers: dict[str, dict[str, Spec]], number: int) -> tuple[Rank, CacheLayout]:
-    rank = Rank(number % plan.tp, plan.tp, number // plan.tp, plan.pp)
+def _rank(side: Side, layers: dict[str, dict[str, Spec]], number: int) -> tuple[Rank, CacheLayout]:
+    rank = Rank(number % side.tp, side.tp, number // side.tp, side.pp)
     pages: dict[str, list[_Page]] = {}
-    for name, (_, tokens, members) in plan.groups.items():
+    for name, (_, tokens, members) in side.groups.items():
         for layer in members:
-            if plan.stage[layer] == rank.pp_rank:
-                pages.setdefault(name, []).extend(_pages(plan, name, tokens, layer, layers[layer], rank.tp_rank))
-    regions, views = _place(plan, pages, plan.num_blocks + plan.extra_blocks[number])
-    groups = tuple(Group(name, plan.groups[name][0], tuple(views[name]), plan.groups[name][1]) for name in pages)
+            if side.stage[layer] == rank.pp_rank:
+                pages.setdefault(name, []).extend(_pages(side, name, tokens, layer, layers[layer], rank.tp_rank))
+    regions, views = _place(side, pages, side.num_blocks + side.extra_blocks[number])
+    groups = tuple(Group(name, side.groups[name][0], tuple(views[name]), side.groups[name][1]) for name in pages)
     return rank, CacheLayout(tuple(Region(size) for size in regions), groups)
 
 
-def _pages(plan: Plan, group: str, tokens: int, layer: str, specs: dict[str, Spec], tp_rank: int) -> list[_Page]:
-    style = plan.styles[layer]
+def _pages(side: Side, group: str, tokens: int, layer: str, specs: dict[str, Spec], tp_rank: int) -> list[_Page]:
+    style = side.styles[layer]
     names = style.sequence
     found = []
     for i, some in enumerate((names[: len(names) - style.split], names[len(names) - style.split :])):
         if some:
-            units = {n: UnitRange(*plan.units[layer, n][tp_rank], specs[n].total) for n in some}
-            found.append(_page(plan, group, layer, style, [specs[n] for n in some], units, tokens, style.ratios[i]))
+            units = {n: UnitRange(*side.units[layer, n][tp_rank], specs[n].total) for n in some}
+            found.append(_page(side, group, layer, style, [specs[n] for n in some], units, tokens, style.ratios[i]))
     return found
 
 
@@ -390,7 +388,7 @@ def _axes(spec: Spec, placing: Placing, kernel_tokens: int, units: int) -> list[
 
 
 def _page(
-    plan: Plan,
+    side: Side,
     group: str,
     layer: str,
     style: Style,
@@ -399,9 +397,9 @@ def _page(
     tokens: int,
     ratio: int,
 ) -> _Page:
-    pooled = plan.tensors.startswith("pool")
+    pooled = side.tensors.startswith("pool")
     form = style.form
-    if form == "region" and (plan.tensors in ("block", "pool-block") or pooled):
+    if form == "region" and (side.tensors in ("block", "pool-block") or pooled):
         form = "page"
     built = []
     for spec in specs:
@@ -427,13 +425,15 @@ def _page(
             end = offset + size
         widest = max(widest, end - offset)
         at = max(at, end) + (style.gap if i >= rows else 0)
-        dense = _strides(spec, axes, ())[0]
         spelled = [
             0 if s == w and not placing.spell_strides else s
             for s, w in zip(strides, _dense_from(spec, axes, strides), strict=True)
         ]
-        assert len(dense) == len(spelled)
         made = tuple(Axis(_KINDS[a], extent, s) for (a, extent), s in zip(axes, spelled, strict=True))
+        if 0 in spelled:
+            # A stride that is left out must come out as what was meant.
+            filled = Component(spec.name, "any", spec.element_bytes, made, units[spec.name])
+            assert [a.stride for a in filled.axes] == strides
         components.append((spec.name, offset, made, units[spec.name], spec))
     if form in ("page", "region") and len(components) > 1:
         stride = widest + style.kernel_pad
@@ -465,40 +465,40 @@ def _dense_from(spec: Spec, axes: Sequence[tuple[str, int]], strides: Sequence[i
     return [*inside, spec.element_bytes]
 
 
-def _place(plan: Plan, pages: dict[str, list[_Page]], num_blocks: int) -> tuple[list[int], dict[str, list[View]]]:
+def _place(side: Side, pages: dict[str, list[_Page]], num_blocks: int) -> tuple[list[int], dict[str, list[View]]]:
     """Give every view its memory: regions' sizes, and the views of each group."""
     regions: list[int] = []
     views: dict[str, list[View]] = {name: [] for name in pages}
     every = [(name, i, page) for name, mine in pages.items() for i, page in enumerate(mine)]
-    if plan.tensors in ("own", "chain"):
-        base = plan.base_pad
+    if side.tensors in ("own", "chain"):
+        base = side.base_pad
         for name, _, page in every:
             region = len(regions)
-            if plan.tensors == "chain" and regions:
+            if side.tensors == "chain" and regions:
                 region, base = 0, regions[0]
             end = base + page.bytes * num_blocks * page.whole_regions
             regions[region:] = [end]
             views[name].append(_view(page, region, base, page.bytes, num_blocks))
-            base = plan.base_pad
+            base = side.base_pad
         return regions, views
     slots: dict[int, int] = {}
-    if plan.tensors == "block":
+    if side.tensors == "block":
         where = {(name, i): n for n, (name, i, _) in enumerate(every)}
     else:
         where = {(name, i): i for name, i, _ in every}
     for name, i, page in every:
         slot = where[name, i]
         slots[slot] = max(slots.get(slot, 0), page.bytes)
-    if plan.tensors == "pool":
+    if side.tensors == "pool":
         stride = max(slots.values())
         for name, i, page in every:
-            views[name].append(_view(page, where[name, i], plan.base_pad, stride, num_blocks))
-        return [plan.base_pad + stride * num_blocks] * len(slots), views
+            views[name].append(_view(page, where[name, i], side.base_pad, stride, num_blocks))
+        return [side.base_pad + stride * num_blocks] * len(slots), views
     stride = sum(slots.values())
     starts = {slot: sum(slots[s] for s in slots if s < slot) for slot in slots}
     for name, i, page in every:
-        views[name].append(_view(page, 0, plan.base_pad + starts[where[name, i]], stride, num_blocks))
-    return [plan.base_pad + stride * num_blocks], views
+        views[name].append(_view(page, 0, side.base_pad + starts[where[name, i]], stride, num_blocks))
+    return [side.base_pad + stride * num_blocks], views
 
 
 def _view(page: _Page, region: int, base: int, block_stride: int, num_blocks: int) -> View:
@@ -516,7 +516,7 @@ def _view(page: _Page, region: int, base: int, block_stride: int, num_blocks: in
 # -- one read --------------------------------------------------------------------------------------------------------
 
 
-def _wants(c: Choices, p: Plan, d: Plan, layers: dict[str, dict[str, Spec]]) -> tuple[dict[str, Want], int, int]:
+def _wants(c: Choices, p: Side, d: Side, layers: dict[str, dict[str, Spec]]) -> tuple[dict[str, Want], int, int]:
     """What is read of each D group, and the request's own range."""
     steps: dict[str, int] = {}
     longest = 1
@@ -551,16 +551,16 @@ def _wants(c: Choices, p: Plan, d: Plan, layers: dict[str, dict[str, Spec]]) -> 
     return wants, num_tokens, skip_tokens
 
 
-def _kernel(plan: Plan, layer: str, component: str) -> int:
-    style = plan.styles[layer]
+def _kernel(side: Side, layer: str, component: str) -> int:
+    style = side.styles[layer]
     second = component in style.sequence[len(style.sequence) - style.split :] if style.split else False
-    return _block_tokens(plan, layer) // style.ratios[int(second)]
+    return _block_tokens(side, layer) // style.ratios[int(second)]
 
 
-def _lists(c: Choices, plan: Plan, needs: dict[str, list[Want]]) -> dict[str, Blocks]:
+def _lists(c: Choices, side: Side, needs: dict[str, list[Want]]) -> dict[str, Blocks]:
     """Each group's blocks, and how many blocks the side must have for them."""
     shapes: dict[str, tuple[list[int], list[bool]]] = {}
-    for name, (kind, tokens, _) in plan.groups.items():
+    for name, (kind, tokens, _) in side.groups.items():
         wanted = needs[name]
         if kind is GroupKind.ATTENTION:
             first = min(w.skip for w in wanted) // tokens
@@ -577,12 +577,12 @@ def _lists(c: Choices, plan: Plan, needs: dict[str, list[Want]]) -> dict[str, Bl
         shapes[name] = (positions, read)
     total = sum(len(positions) for positions, _ in shapes.values())
     longest = max(len(positions) for positions, _ in shapes.values())
-    shared = plan.tensors.startswith("pool")
+    shared = side.tensors.startswith("pool")
     spare = 1 + c.below(3)
-    plan.num_blocks = (total if shared else longest) + spare
+    side.num_blocks = (total if shared else longest) + spare
 
     def numbers() -> list[int]:
-        return c.shuffled(range(plan.num_blocks)) if c.chance(70) else list(range(plan.num_blocks))
+        return c.shuffled(range(side.num_blocks)) if c.chance(70) else list(range(side.num_blocks))
 
     free = numbers()
     lists = {}
