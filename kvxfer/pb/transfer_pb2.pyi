@@ -405,7 +405,9 @@ class HandshakeRequest(_message.Message):
 
     @_builtins.property
     def options(self) -> Global___HandshakeOptions:
-        """OPTIONAL.  They hold for this pair of engines until the next handshake; a handshake with others compiles anew."""
+        """OPTIONAL.  They hold for this pair of engines until a handshake gives others, which compiles anew.  Unset: those of
+        before, or the defaults.
+        """
 
     @_builtins.property
     def timeout(self) -> _duration_pb2.Duration:

@@ -18,7 +18,7 @@ handles = st.one_of(
     st.builds(FileHandle, st.sampled_from(["/dev/shm/a", "/x/ü.kv"]), offsets, sizes),
     st.builds(Memfd, st.integers(1, 2**31 - 1), ints, offsets, sizes),
     st.builds(Owned, sizes, st.sampled_from(OwnedBacking)),
-    st.builds(Address, st.integers(1, 2**62), sizes),
+    st.builds(Address, st.integers(1, 2**62 - 1), sizes),
 )
 
 
