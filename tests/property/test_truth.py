@@ -166,7 +166,7 @@ def test_orders_that_share_only_short_runs_are_refused(inner: int, refused: bool
     """HND against NHD: what is contiguous on both sides is one head of one token."""
     members = []
     for kinds in ((AxisKind.UNIT, AxisKind.TOKEN), (AxisKind.TOKEN, AxisKind.UNIT)):
-        axes = tuple(Axis(kind, 4) for kind in kinds) + (Axis(AxisKind.INNER, inner),)
+        axes = (*(Axis(kind, 4) for kind in kinds), Axis(AxisKind.INNER, inner))
         view = View("0", 0, 0, 16 * inner, 1, (Component("kv", "uint8", 1, axes, UnitRange(0, 4, 4)),))
         layout = CacheLayout((Region(16 * inner),), (Group("g", GroupKind.ATTENTION, (view,), 4),))
         members.append(Member(Rank(), layout))
