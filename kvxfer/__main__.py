@@ -1,0 +1,5 @@
+"""``python -m kvxfer``."""
+
+from kvxfer.cli import main
+
+main()
