@@ -67,6 +67,13 @@ def nixl_engine(settings: Settings) -> EngineFactory:
     return make
 
 
+def library_versions() -> tuple[str, str]:
+    """Versions of NIXL and UCX; empty where they are not loaded yet."""
+    from kvxfer.xfer.nixl import nixl_version, ucx_version
+
+    return nixl_version(), ucx_version()
+
+
 class Sidecar:
     """One sidecar: an engine listener, a peer listener, and what lies between them.
 
@@ -104,7 +111,9 @@ class Sidecar:
         self.peer_address = self._advertised(port)
         engine_server = self._new_server()
         self._bind_engine(engine_server)
-        self._service = EngineService(self.registrations, self.settings.service(), self.peer_address)
+        self._service = EngineService(
+            self.registrations, self.settings.service(), self.peer_address, library_versions()
+        )
         transfer_pb2_grpc.add_KvTransferServicer_to_server(self._service, engine_server)
         peer = PeerService(self.registrations, self.settings.poll_interval)
         peer_pb2_grpc.add_KvPeerServicer_to_server(peer, peer_server)

@@ -47,12 +47,16 @@ class EngineService(transfer_pb2_grpc.KvTransferServicer):
     """See proto/kvxfer/v1/transfer.proto.
 
     :param peer_address: where this sidecar's peers find it, ``host:port``.
+    :param versions: versions of NIXL and UCX, known before anything is registered.
     """
 
-    def __init__(self, registrations: Registrations, settings: ServiceSettings, peer_address: str) -> None:
+    def __init__(
+        self, registrations: Registrations, settings: ServiceSettings, peer_address: str, versions: tuple[str, str]
+    ) -> None:
         self._registrations = registrations
         self._settings = settings
         self._peer_address = peer_address
+        self._versions = versions
         self._started = time.monotonic()
         #: False once a shutdown has begun.
         self.serving = True
@@ -79,8 +83,8 @@ class EngineService(transfer_pb2_grpc.KvTransferServicer):
         """Take it back, after draining."""
         engine_id = fields.text(request.engine_id, "engine_id")
         incarnation = fields.optional_text(request.incarnation, "incarnation", fields.MAX_INCARNATION)
-        fields.optional_seconds(request, "drain_timeout", "")
-        await asyncio.shield(asyncio.ensure_future(self._registrations.unregister(engine_id, incarnation)))
+        drain = fields.optional_seconds(request, "drain_timeout", "")
+        await asyncio.shield(asyncio.ensure_future(self._registrations.unregister(engine_id, incarnation, drain)))
         return pb.UnregisterCacheResponse()
 
     # -- handshake -------------------------------------------------------------------------------------------------
@@ -217,13 +221,15 @@ class EngineService(transfer_pb2_grpc.KvTransferServicer):
             protocol_version_max=PROTOCOL_VERSIONS[1],
             uptime=fields.duration(time.monotonic() - self._started),
             serving=self.serving,
+            nixl_version=self._versions[0],
+            ucx_version=self._versions[1],
         )
         peers: list[pb.PeerStatus] = []
         for registration in self._registrations:
             message.registrations.append(registration_to_pb(registration))
             peers.extend(peers_to_pb(registration))
             add_counts(message.counts, registration)
-            if not message.nixl_version:
+            if not message.backends:
                 library_to_pb(message, await registration.engine.info())
         page, following = _page(peers, start, fields.page_size(request.peers_page_size))
         message.peers.extend(page)

@@ -40,7 +40,7 @@ class PeerService(peer_pb2_grpc.KvPeerServicer):
         """Introduce a reader."""
         query = exchange_from_pb(request)
         version = _agreed(query)
-        registration = self._find(query.engine_id, query.rank)
+        registration = self._find(query.engine_id, query.rank, closing=query.goodbye)
         reader = query.reader
         if query.goodbye:
             registration.readers.leave(reader)
@@ -90,11 +90,11 @@ class PeerService(peer_pb2_grpc.KvPeerServicer):
     async def CloseRead(self, request: pb.CloseReadRequest, context: Context) -> pb.CloseReadResponse:
         """A read is over."""
         ref = close_from_pb(request).ref
-        self._of_read(ref).readers.close_read(ref.reader, ref.transfer_id)
+        self._of_read(ref, closing=True).readers.close_read(ref.reader, ref.transfer_id)
         return pb.CloseReadResponse()
 
-    def _find(self, engine_id: str, rank: Rank) -> Registration:
-        registration = self._registrations.get(engine_id)
+    def _find(self, engine_id: str, rank: Rank, *, closing: bool = False) -> Registration:
+        registration = self._registrations.get(engine_id, closing=closing)
         own = registration.identity.rank
         if rank != own:
             raise KvxferError(
@@ -107,8 +107,8 @@ class PeerService(peer_pb2_grpc.KvPeerServicer):
             )
         return registration
 
-    def _of_read(self, ref: ReadRef) -> Registration:
-        registration = self._find(ref.engine_id, ref.rank)
+    def _of_read(self, ref: ReadRef, *, closing: bool = False) -> Registration:
+        registration = self._find(ref.engine_id, ref.rank, closing=closing)
         _check_incarnation(registration, ref.incarnation)
         return registration
 

@@ -6,6 +6,8 @@ and may not sleep for long while any reader could post or die.  This module turn
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import time
 from dataclasses import dataclass, field
 from typing import Final
@@ -48,6 +50,7 @@ class Readers:
         self.engine: TransferEngine | None = None
         self.notices = 0
         self._known: dict[Reader, _Reader] = {}
+        self._ended = asyncio.Event()
 
     def _engine(self) -> TransferEngine:
         if self.engine is None:
@@ -79,6 +82,7 @@ class Readers:
         if reader is not None and (read := reader.reads.pop(transfer_id, None)):
             reader.heard = time.monotonic()
             read[0].close()
+            self._ended.set()
 
     def leave(self, key: Reader) -> None:
         """A reader said goodbye, or is not heard of any more."""
@@ -101,7 +105,7 @@ class Readers:
                 if now >= until:
                     demand.close()
                     del reader.reads[transfer_id]
-            if now - reader.heard >= IDLE_TIMEOUT and not reader.reads:
+            if now - reader.heard >= IDLE_TIMEOUT:
                 self.leave(key)
 
     def on_notification(self, agent: str, payload: bytes) -> None:
@@ -117,6 +121,17 @@ class Readers:
     def open_reads(self) -> int:
         """Reads under way."""
         return sum(len(r.reads) for r in self._known.values())
+
+    async def quiet(self, timeout: float) -> bool:
+        """Wait until no read is under way; ``False`` where some still are after ``timeout`` seconds."""
+        deadline = time.monotonic() + timeout
+        while self.open_reads and (left := deadline - time.monotonic()) > 0:
+            self._ended.clear()
+            # Reads also end by falling silent, which only tick notices.
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._ended.wait(), min(left, 1.0))
+            self.tick(time.monotonic())
+        return not self.open_reads
 
     def close(self) -> None:
         """Forget everyone."""

@@ -66,8 +66,17 @@ class Registration:
         """Bytes of all regions."""
         return sum(r.size for r in self.layout.regions)
 
+    async def drain(self, timeout: float) -> bool:
+        """Refuse new work, cancel transfers, and wait until nothing reads or writes the memory any more.
+
+        :returns: whether that was so within ``timeout`` seconds.
+        """
+        self.closing = True
+        quiet, ended = await asyncio.gather(self.readers.quiet(timeout), self.transfers.drain(timeout))
+        return quiet and ended
+
     async def close(self, *, keep_memory: bool = False) -> None:
-        """Undo the registration: refuse new work, drain, destroy the agent, unmap.  Idempotent.
+        """Undo the registration: destroy the agent, unmap.  Idempotent; :meth:`drain` comes first.
 
         The agent goes before the mappings: a NIXL target crashes when memory that is still readable is unmapped, and
         destroying the agent is what ends its readability.
@@ -114,13 +123,14 @@ class Registrations:
     def __iter__(self) -> Iterator[Registration]:
         return iter(tuple(self._by_engine.values()))
 
-    def get(self, engine_id: str) -> Registration:
+    def get(self, engine_id: str, *, closing: bool = False) -> Registration:
         """The registration of an engine.
 
+        :param closing: also while it is being undone.
         :raises KvxferError: NOT_REGISTERED.
         """
         found = self._by_engine.get(engine_id)
-        if found is None or found.closing:
+        if found is None or (found.closing and not closing):
             known = ", ".join(sorted(self._by_engine)) or "none"
             raise KvxferError(
                 Reason.NOT_REGISTERED,
@@ -166,6 +176,7 @@ class Registrations:
             self._by_engine[engine_id] = fresh
             self.on_change()
             if existing is not None:
+                await existing.drain(self._settings.drain_timeout)
                 await existing.close()
             return fresh
 
@@ -201,14 +212,16 @@ class Registrations:
         )
         return Registration(record, incarnation, regions, engine, metadata, readers, self._connector, self._settings)
 
-    async def unregister(self, engine_id: str, incarnation: str = "") -> None:
+    async def unregister(self, engine_id: str, incarnation: str = "", drain: float | None = None) -> None:
         """Undo a registration, after draining.
 
         :param incarnation: only this one; another is left alone.
-        :raises KvxferError: NOT_REGISTERED, STALE_INCARNATION.
+        :param drain: seconds to wait for transfers and readers; ``None``: the setting.
+        :raises KvxferError: NOT_REGISTERED, STALE_INCARNATION; REGISTRATION_BUSY where it has not drained in time: it
+            then takes no new work, and the call may be made again.
         """
         async with self._locks.setdefault(engine_id, asyncio.Lock()):
-            registration = self.get(engine_id)
+            registration = self.get(engine_id, closing=True)
             if incarnation and registration.incarnation != incarnation:
                 raise KvxferError(
                     Reason.STALE_INCARNATION,
@@ -217,20 +230,34 @@ class Registrations:
                     registered=registration.incarnation,
                     given=incarnation,
                 )
+            seconds = self._settings.drain_timeout if drain is None else drain
+            if not await registration.drain(seconds):
+                raise KvxferError(
+                    Reason.REGISTRATION_BUSY,
+                    f"engine {engine_id} has not drained within {seconds:g} s; it takes no new work",
+                    field="drain_timeout",
+                    engine_id=engine_id,
+                    reads_open=registration.readers.open_reads,
+                )
             await registration.close()
             del self._by_engine[engine_id]
             self.on_change()
         self._locks.pop(engine_id, None)
 
+    async def _close(self, engine_id: str) -> None:
+        async with self._locks.setdefault(engine_id, asyncio.Lock()):
+            registration = self._by_engine.get(engine_id)
+            if registration is None:
+                return
+            await registration.drain(self._settings.drain_timeout)
+            # Sidecar-owned files stay: the cache is the engine's, and a restarted sidecar takes it up again.
+            await registration.close(keep_memory=True)
+            del self._by_engine[engine_id]
+
     async def close(self) -> None:
         """Unregister everything and take nothing new."""
         self._closed = True
-        for engine_id in list(self._by_engine):
-            async with self._locks.setdefault(engine_id, asyncio.Lock()):
-                registration = self._by_engine.pop(engine_id, None)
-                if registration is not None:
-                    # Sidecar-owned files stay: the cache is the engine's, and a restarted sidecar takes it up again.
-                    await registration.close(keep_memory=True)
+        await asyncio.gather(*(self._close(engine_id) for engine_id in list(self._by_engine)))
         self.on_change()
 
 

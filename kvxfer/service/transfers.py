@@ -433,11 +433,16 @@ class Transfers:
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(transfer.finished.wait(), timeout)
 
-    async def close(self) -> None:
-        """Cancel everything and wait until it has ended, at most for the drain time."""
+    async def drain(self, timeout: float) -> bool:
+        """Take nothing new, cancel everything, and wait at most ``timeout`` seconds until all has ended."""
         self._closing = True
         active = [t for t in self._known.values() if not t.finished.is_set()]
-        await asyncio.gather(*(self.cancel(t, self._settings.drain_timeout) for t in active))
+        await asyncio.gather(*(self.cancel(t, timeout) for t in active))
+        return all(t.finished.is_set() for t in active)
+
+    async def close(self) -> None:
+        """End what :meth:`drain` has left; the transfer engine's end makes sure of the rest."""
+        self._closing = True
         if self._tasks:
             _, late = await asyncio.wait(self._tasks, timeout=sum(CLOSE_BACKOFF))
             for task in late:

@@ -23,7 +23,7 @@ from kvxfer.xfer.engine import EngineSettings, PumpedEngine
 from kvxfer.xfer.environment import apply_defaults, effective, hard_exit, ucx_version
 from kvxfer.xfer.pump import LibraryInfo
 
-__all__ = ["NixlDriver", "NixlEngine", "hard_exit", "preload"]
+__all__ = ["NixlDriver", "NixlEngine", "hard_exit", "nixl_version", "preload", "ucx_version"]
 
 _log = logging.getLogger(__name__)
 
@@ -310,10 +310,11 @@ class NixlDriver:
         """Versions, backends with their parameters, environment."""
         environment, defaults = effective()
         backends = {name: dict(self._agent.get_backend_params(name)) for name in self._wanted}
-        return LibraryInfo("nixl", _nixl_version(), ucx_version(), backends, environment, defaults)
+        return LibraryInfo("nixl", nixl_version(), ucx_version(), backends, environment, defaults)
 
 
-def _nixl_version() -> str:
+def nixl_version() -> str:
+    """The version of the NIXL distribution that is installed."""
     for package in ("nixl", "nixl-cu13", "nixl-cu12", "nixl-rocm"):
         try:
             return importlib.metadata.version(package)
