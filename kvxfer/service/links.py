@@ -198,6 +198,9 @@ class Links:
         :raises KvxferError: PEER_UNREACHABLE, INCOMPATIBLE_PEER, LAYOUT_MISMATCH, STALE_INCARNATION,
             PEER_METADATA_INVALID, DEADLINE_EXCEEDED.
         """
+        link = self._links.get(target.engine_id)
+        if link is not None and link.serves(target, options):
+            return link
         try:
             return await asyncio.wait_for(self._get(target, options), timeout)
         except asyncio.TimeoutError:

@@ -11,7 +11,7 @@ import contextlib
 import itertools
 import secrets
 import time
-from collections import OrderedDict
+from collections import deque
 from collections.abc import Coroutine, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
@@ -123,9 +123,10 @@ class Transfers:
     def __init__(self, registration: Registration, settings: ServiceSettings) -> None:
         self._registration = registration
         self._settings = settings
-        self._known: OrderedDict[str, Transfer] = OrderedDict()
+        self._known: dict[str, Transfer] = {}
         self._preparing: dict[str, tuple[bytes, asyncio.Future[Transfer]]] = {}
         self._claims: dict[int, str] = {}
+        self._ended: deque[str] = deque()
         self._watchers: set[Watcher] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._numbers = itertools.count(1)
@@ -215,11 +216,12 @@ class Transfers:
                 local=mine,
                 remote=theirs,
             )
-        active = sum(int(t.state not in life.FINAL_STATES) for t in self._known.values()) + len(self._preparing)
-        if active > self._settings.max_transfers:
+        # The one that asks is among those being prepared.
+        active = len(self._known) - len(self._ended) + len(self._preparing) - 1
+        if active >= self._settings.max_transfers:
             raise KvxferError(
                 Reason.LIMIT_EXCEEDED,
-                f"{active - 1} transfers are not finished; the limit is {self._settings.max_transfers}",
+                f"{active} transfers are not finished; the limit is {self._settings.max_transfers}",
                 limit=self._settings.max_transfers,
             )
         link = await self._registration.links.get(spec.target, None, self._settings.handshake_timeout)
@@ -400,6 +402,7 @@ class Transfers:
         self._tell(transfer)
         if not was_posted:
             transfer.link.let_go()
+        self._ended.append(transfer.id)
         self._forget_old()
 
     async def _close_sources(self, transfer: Transfer, outcome: Outcome) -> None:
@@ -497,9 +500,8 @@ class Transfers:
                 self._watchers.discard(watcher)
 
     def _forget_old(self) -> None:
-        ended = [t for t in self._known.values() if t.finished.is_set()]
-        for transfer in ended[: max(0, len(ended) - self._settings.kept_transfers)]:
-            del self._known[transfer.id]
+        while len(self._ended) > self._settings.kept_transfers:
+            del self._known[self._ended.popleft()]
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.ensure_future(work)
