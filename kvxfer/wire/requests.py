@@ -13,11 +13,12 @@ from kvxfer.core.resolve import BlockList
 from kvxfer.memory.handles import Handle
 from kvxfer.pb import transfer_pb2 as pb
 from kvxfer.wire.addresses import MAX_RANKS, RankAddress, addresses_from_pb, addresses_to_pb
-from kvxfer.wire.blocks import block_lists_from_pb, tokens
+from kvxfer.wire.blocks import block_lists_from_pb, block_lists_to_pb, tokens
 from kvxfer.wire.fields import (
     MAX_INCARNATION,
     MAX_KEY,
     at,
+    duration,
     integer,
     optional_seconds,
     optional_text,
@@ -30,7 +31,7 @@ from kvxfer.wire.fields import (
 )
 from kvxfer.wire.handles import handle_to_pb, handles_from_pb
 from kvxfer.wire.layouts import layout_from_pb, layout_to_pb, rank_from_pb, rank_to_pb
-from kvxfer.wire.tickets import Ticket, TicketRank, ticket_from_pb
+from kvxfer.wire.tickets import Ticket, TicketRank, ticket_from_pb, ticket_to_pb
 
 _MAX_IGNORED: Final = 1_024
 
@@ -167,6 +168,37 @@ def handshake_from_pb(message: pb.HandshakeRequest) -> Handshake:
     return Handshake(engine_id, target, options, optional_seconds(message, "timeout", ""))
 
 
+def handshake_to_pb(
+    engine_id: str, remote: Ticket | Target, options: PairingOptions | None = None, timeout: float | None = None
+) -> pb.HandshakeRequest:
+    """A handshake as a request: with a ticket's engine, or with one by its addresses, whatever incarnations it names.
+
+    :raises KvxferError: FIELD_INVALID.
+    """
+    message = pb.HandshakeRequest(engine_id=engine_id, timeout=None if timeout is None else duration(timeout))
+    if isinstance(remote, Ticket):
+        message.ticket.CopyFrom(ticket_to_pb(remote))
+    else:
+        first = remote.ranks[0].rank if remote.ranks else Rank()
+        message.engine.CopyFrom(
+            pb.RemoteEngine(
+                engine_id=remote.engine_id,
+                tp_size=first.tp_size,
+                pp_size=first.pp_size,
+                ranks=addresses_to_pb((r.rank, r.address) for r in remote.ranks),
+            )
+        )
+    if options is not None:
+        message.options.CopyFrom(
+            pb.HandshakeOptions(
+                min_run_bytes=integer(options.min_run_bytes, "options.min_run_bytes", 0, MAX_BYTES),
+                ignore_local_groups=sorted(options.ignore_local_groups),
+                ignore_remote_groups=sorted(options.ignore_remote_groups),
+            )
+        )
+    return message
+
+
 def _options(message: pb.HandshakeOptions) -> PairingOptions:
     least = PairingOptions().min_run_bytes
     if message.HasField("min_run_bytes"):
@@ -198,6 +230,29 @@ def spec_from_pb(message: pb.TransferSpec, where: str = "spec") -> TransferSpec:
         skip_tokens=tokens(message.skip_tokens, at(where, "skip_tokens")),
         num_tokens=end,
         digest=hashlib.sha256(message.SerializeToString(deterministic=True)).digest(),
+    )
+
+
+def spec_to_pb(
+    engine_id: str,
+    ticket: Ticket,
+    local_blocks: Sequence[BlockList],
+    *,
+    transfer_id: str = "",
+    skip_tokens: int = 0,
+    num_tokens: int | None = None,
+) -> pb.TransferSpec:
+    """What to read, as a message; ``num_tokens`` is the ticket's unless it is given.
+
+    :raises KvxferError: FIELD_INVALID, BLOCK_OUT_OF_RANGE, RANGE_INVALID, STATE_POSITION_MISMATCH.
+    """
+    return pb.TransferSpec(
+        engine_id=engine_id,
+        transfer_id=transfer_id,
+        ticket=ticket_to_pb(ticket),
+        local_blocks=block_lists_to_pb(local_blocks),
+        skip_tokens=tokens(skip_tokens, "spec.skip_tokens"),
+        num_tokens=None if num_tokens is None else tokens(num_tokens, "spec.num_tokens", 1),
     )
 
 
@@ -234,4 +289,21 @@ def publish_from_pb(message: pb.PublishBlocksRequest) -> PublishBlocks:
         lease_token=token(message.lease_token, "lease_token"),
         ttl=seconds(message, "ttl", ""),
         readers=readers,
+    )
+
+
+def publish_to_pb(record: PublishBlocks) -> pb.PublishBlocksRequest:
+    """A publication as a request.
+
+    :raises KvxferError: FIELD_INVALID, BLOCK_OUT_OF_RANGE, RANGE_INVALID, STATE_POSITION_MISMATCH.
+    """
+    return pb.PublishBlocksRequest(
+        engine_id=record.engine_id,
+        incarnation=record.incarnation,
+        request_id=record.request_id,
+        blocks=block_lists_to_pb(record.blocks),
+        num_tokens=tokens(record.num_tokens, "num_tokens", 1),
+        lease_token=token(record.lease_token, "lease_token"),
+        ttl=duration(record.ttl),
+        readers=None if record.readers is None else integer(record.readers, "readers", 1, MAX_RANKS),
     )

@@ -1,0 +1,207 @@
+"""The asyncio client."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+import grpc.aio
+
+from kvxfer.core.errors import KvxferError
+from kvxfer.pb import transfer_pb2 as pb
+from kvxfer.pb import transfer_pb2_grpc
+from kvxfer_client import calls
+from kvxfer_client.calls import DEFAULT_TARGET, DEFAULT_TIMEOUT, Call, Origin, Pages
+from kvxfer_client.channel import OPTIONS, WATCH, closed_error, late_error, told_as_kvxfer_errors
+from kvxfer_client.results import Status, TransferInfo, TransferState, status_from_pb, transfer_from_pb
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def _awaitable(
+    build: Callable[Concatenate[Origin, P], Call[T]],
+) -> Callable[Concatenate[AsyncClient, P], Coroutine[Any, Any, T]]:
+    """The method that makes the call and returns its answer."""
+
+    @functools.wraps(build)
+    async def method(self: AsyncClient, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return await self._run(build(self, *args, **kwargs))
+
+    return method
+
+
+class AsyncClient(Origin):
+    """An engine's connection to its sidecar, for asyncio.
+
+    The methods of :class:`kvxfer_client.Client`, to be awaited; errors are the same.  A call whose task is cancelled is
+    cancelled too, but what the sidecar has begun goes on: a read that was posted ends with :meth:`cancel` only.
+
+    Belongs to the event loop of its first call.  An async context manager: closes at the end.
+    """
+
+    def __init__(self, target: str = DEFAULT_TARGET, *, engine_id: str = "", timeout: float = DEFAULT_TIMEOUT) -> None:
+        """See :class:`Origin` for the arguments."""
+        super().__init__(target, engine_id=engine_id, timeout=timeout)
+        self._channel: grpc.aio.Channel | None = None
+        self._closed = False
+
+    register = _awaitable(calls.register)
+    unregister = _awaitable(calls.unregister)
+    handshake = _awaitable(calls.handshake)
+    prepare = _awaitable(calls.prepare)
+    read = _awaitable(calls.read)
+    read_prepared = _awaitable(calls.read_prepared)
+    get_transfer = _awaitable(calls.get_transfer)
+    cancel = _awaitable(calls.cancel)
+    publish = _awaitable(calls.publish)
+    withdraw = _awaitable(calls.withdraw)
+    wait_ready = _awaitable(calls.wait_ready)
+
+    def list_transfers(
+        self, states: Iterable[TransferState] = (), *, page_size: int = 0
+    ) -> AsyncIterator[TransferInfo]:
+        """See :func:`kvxfer_client.calls.list_transfers`; pages are asked for as the iterator gets to them."""
+        return self._pages(calls.list_transfers(self, states, page_size=page_size))
+
+    async def status(self) -> Status:
+        """What the sidecar is, holds and is connected to.  :raises KvxferError: what every call may raise."""
+        return status_from_pb([page async for page in self._pages(calls.status_pages(self))])
+
+    async def watch(self, *, include_current: bool = False, timeout: float | None = None) -> AsyncWatch:
+        """Follow the state changes of all transfers of the engine: ``async for transfer in await client.watch()``.
+
+        Returns once the watch is live: no change after that is missed.
+
+        :param include_current: begin with every transfer that the sidecar remembers.
+        :param timeout: end the watch after so many seconds (DEADLINE_EXCEEDED); ``None``: when it is closed.
+        :raises KvxferError: NOT_REGISTERED; and what every call may raise.
+        """
+        watch = AsyncWatch(self, include_current, timeout)
+        await watch._begin()
+        return watch
+
+    async def close(self) -> None:
+        """End every call and watch, and the connection.  Idempotent."""
+        self._closed = True
+        if self._channel is not None:
+            await self._channel.close()
+
+    async def __aenter__(self) -> AsyncClient:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def _run(self, call: Call[T]) -> T:
+        return call.parse(await self._send(call, call.request))
+
+    async def _send(self, call: Call[Any], request: Any) -> Any:
+        with self._open(call.method, call.facts) as stub:
+            return await getattr(stub, call.method)(request, timeout=call.deadline, wait_for_ready=call.wait_for_ready)
+
+    async def _pages(self, pages: Pages[T]) -> AsyncIterator[T]:
+        request: Any = pages.call.request
+        while request is not None:
+            answer = await self._send(pages.call, request)
+            for item in pages.call.parse(answer):
+                yield item
+            request = pages.following(request, answer)
+
+    @contextmanager
+    def _open(self, method: str, facts: Mapping[str, str]) -> Iterator[transfer_pb2_grpc.KvTransferAsyncStub]:
+        """Around a call: it needs a channel that is open, and fails with errors of ours."""
+        if self._closed:
+            raise closed_error(self.target)
+        if self._channel is None:
+            # Not before: a channel belongs to the loop that is running when it is made.
+            self._channel = grpc.aio.insecure_channel(self.target, options=OPTIONS)
+        try:
+            with told_as_kvxfer_errors(self.target, method, facts):
+                yield transfer_pb2_grpc.KvTransferStub(self._channel)
+        except asyncio.CancelledError:
+            # grpc.aio says so too where close() has cut the call off; a task that is cancelled itself stays cancelled.
+            if self._cut_off():
+                raise closed_error(self.target) from None
+            raise
+
+    def _cut_off(self) -> bool:
+        """Whether a cancelled call was cut off by :meth:`close`, and not by somebody who cancels the current task."""
+        return self._closed and not _being_cancelled()
+
+
+class AsyncWatch:
+    """The changes of all transfers of an engine, as an async iterator; made by :meth:`AsyncClient.watch`.
+
+    As :class:`kvxfer_client.Watch`.  Cancelling a task that waits for the next change ends the watch.
+    """
+
+    def __init__(self, client: AsyncClient, include_current: bool, timeout: float | None) -> None:
+        """Not for callers; see :meth:`AsyncClient.watch`."""
+        self._client = client
+        self._closed = False
+        self._first: pb.WatchTransfersResponse | None = None
+        request = calls.watch_request(client, include_current)
+        limit = None if timeout is None else calls.checked_seconds(timeout)
+        with client._open(WATCH, {}) as stub:
+            self._call = stub.WatchTransfers(request, timeout=limit)
+
+    async def _begin(self) -> None:
+        try:
+            self._first = await asyncio.wait_for(self._receive(), self._client.timeout)
+        except asyncio.TimeoutError:
+            raise late_error(self._client.target, WATCH, self._client.timeout) from None
+
+    def close(self) -> None:
+        """End the watch.  Idempotent."""
+        self._closed = True
+        self._call.cancel()
+
+    def __aiter__(self) -> AsyncIterator[TransferInfo]:
+        return self
+
+    async def __anext__(self) -> TransferInfo:
+        while True:
+            message, self._first = self._first, None
+            if message is None:
+                message = await self._receive()
+            if message is None:
+                raise StopAsyncIteration
+            if message.HasField("event"):
+                return transfer_from_pb(message.event.transfer)
+
+    async def _receive(self) -> pb.WatchTransfersResponse | None:
+        """The next message; ``None`` at the end."""
+        try:
+            with told_as_kvxfer_errors(self._client.target, WATCH, {}):
+                message = await self._call.read()
+        except KvxferError:
+            if self._closed or self._client._closed:
+                return None
+            raise
+        except asyncio.CancelledError:
+            if (self._closed or self._client._closed) and not _being_cancelled():
+                return None
+            raise
+        return message if isinstance(message, pb.WatchTransfersResponse) else None
+
+    async def __aenter__(self) -> AsyncWatch:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _being_cancelled() -> bool:
+    """Whether somebody cancels the current task; before Python 3.11 there is no asking."""
+    task = asyncio.current_task()
+    cancelling = getattr(task, "cancelling", None)
+    return cancelling is not None and cancelling() > 0
