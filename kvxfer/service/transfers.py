@@ -12,7 +12,7 @@ import itertools
 import secrets
 import time
 from collections import deque
-from collections.abc import Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
@@ -82,7 +82,8 @@ class Transfer:
         self.created: Final = time.time()
         self.prepared_at: Final = time.monotonic()
         self.ended: float | None = None
-        self.posted: Final = asyncio.Event()
+        #: Ends the watch over a prepared transfer.
+        self.disarm: Callable[[], None] = lambda: None
         self.settled: Final = asyncio.Event()
         self.finished: Final = asyncio.Event()
         self.stop: Final[asyncio.Future[KvxferError]] = asyncio.get_running_loop().create_future()
@@ -232,7 +233,7 @@ class Transfers:
             link.let_go()
             raise
         self._known[spec.transfer_id] = transfer
-        self._start(self._expire(transfer))
+        self._arm(transfer)
         self._tell(transfer)
         return transfer
 
@@ -267,27 +268,30 @@ class Transfers:
         transfer.timings.make = time.perf_counter() - resolved
         return transfer
 
-    async def _expire(self, transfer: Transfer) -> None:
+    def _arm(self, transfer: Transfer) -> None:
         """A prepared transfer that nobody reads, or whose peer is lost, does not stay for ever."""
-        waits: list[asyncio.Future[Any]] = [asyncio.ensure_future(transfer.posted.wait()), transfer.stop]
-        try:
-            await asyncio.wait(
-                [*waits, transfer.link.lost],
-                timeout=self._settings.prepared_ttl,
-                return_when=asyncio.FIRST_COMPLETED,
-            )
-        finally:
-            waits[0].cancel()
-        if transfer.state is not State.PREPARED:
-            return
-        if transfer.link.lost.done():
-            await self._settle(transfer, Event.FAULT, transfer.link.lost.result())
-        elif transfer.stop.done():
-            await self._settle(transfer, Event.CANCEL, transfer.stop.result())
-        else:
-            ttl = self._settings.prepared_ttl
-            why = f"transfer {transfer.id} was prepared and not read within {ttl:g} s"
-            await self._settle(transfer, Event.CANCEL, KvxferError(Reason.TRANSFER_CANCELLED, why, ttl_s=ttl))
+        ttl = self._settings.prepared_ttl
+        why = f"transfer {transfer.id} was prepared and not read within {ttl:g} s"
+        late = KvxferError(Reason.TRANSFER_CANCELLED, why, ttl_s=ttl)
+        timer = asyncio.get_running_loop().call_later(ttl, self._give_up, transfer, Event.CANCEL, late)
+
+        def on_lost(lost: asyncio.Future[KvxferError]) -> None:
+            self._give_up(transfer, Event.FAULT, lost.result())
+
+        transfer.link.lost.add_done_callback(on_lost)
+
+        def disarm() -> None:
+            timer.cancel()
+            transfer.link.lost.remove_done_callback(on_lost)
+
+        transfer.disarm = disarm
+
+    def _give_up(self, transfer: Transfer, event: Event, error: KvxferError) -> None:
+        """End a transfer that was never posted."""
+        if transfer.state is State.PREPARED:
+            transfer.disarm()
+            self._decide(transfer, event, error)
+            self._start(self._let_go(transfer, posted=False))
 
     # -- reading ---------------------------------------------------------------------------------------------------
 
@@ -297,7 +301,7 @@ class Transfers:
         :param timeout: seconds from now until it fails.
         :raises KvxferError: LOCAL_BLOCK_BUSY, LIMIT_EXCEEDED; the transfer then stays prepared.
         """
-        if transfer.state is not State.PREPARED or transfer.posted.is_set():
+        if transfer.state is not State.PREPARED:
             return
         if self._closing:
             raise KvxferError(Reason.SHUTTING_DOWN, "the cache is being unregistered")
@@ -321,7 +325,7 @@ class Transfers:
         self._claims.update(dict.fromkeys(claims, transfer.id))
         self.totals.bytes_in_flight += transfer.bytes
         self._move(transfer, Event.POST)
-        transfer.posted.set()
+        transfer.disarm()
         self._start(self._run(transfer, timeout))
 
     async def _run(self, transfer: Transfer, timeout: float) -> None:
@@ -358,7 +362,8 @@ class Transfers:
         if fault is not None and fault.reason in LINK_BREAKERS:
             transfer.link.lose(fault)
         transfer.timings.total = time.perf_counter() - began
-        await self._settle(transfer, event, fault)
+        self._decide(transfer, event, fault)
+        await self._let_go(transfer, posted=True)
 
     async def _read_source(self, state: _SourceState) -> None:
         if state.read is None:
@@ -371,49 +376,56 @@ class Transfers:
         await source.client.open_read(record, timeout)
         transfer.timings.open = max(transfer.timings.open or 0.0, time.perf_counter() - began)
 
-    async def _settle(self, transfer: Transfer, event: Event, error: KvxferError | None) -> None:
-        """Give a transfer its outcome, wait until the library has let go, give everything back."""
-        was_posted = transfer.state is State.POSTED
+    def _decide(self, transfer: Transfer, event: Event, error: KvxferError | None) -> None:
+        """Give a transfer its outcome.  From here on nothing but :meth:`_let_go` touches it."""
         transfer.error = error
         results = [s.result for s in transfer.sources if s.result is not None]
         for name, attribute in (("queue", "queue_seconds"), ("post", "post_seconds"), ("move", "move_seconds")):
             if results:
                 setattr(transfer.timings, name, max(getattr(r, attribute) for r in results))
         self._move(transfer, event)
+        if transfer.state is State.DONE:
+            self._free(transfer)  # its caller may reuse the blocks at once
         transfer.settled.set()
-        engine = self._registration.engine
+
+    def _free(self, transfer: Transfer) -> None:
+        """The local blocks of a posted transfer are nobody's any more."""
+        self.totals.bytes_in_flight -= transfer.bytes
+        for claim in transfer.resolved.claims.tolist():
+            del self._claims[claim]
+
+    async def _let_go(self, transfer: Transfer, *, posted: bool) -> None:
+        """Wait until the library has let go of a decided transfer, and give everything back."""
         for state in transfer.sources:
             if state.read is None:
                 continue
             # A read whose posting was called off in time was never posted; nothing will ever write for it.
             if state.read.state is ReadState.POSTED or not state.read.is_quiesced:
                 await state.read.quiesced
-            await engine.release(state.read)
+            try:
+                await self._registration.engine.release(state.read)
+            except KvxferError as error:  # the engine is closing, and takes its requests with it
+                log.debug("request not released", transfer=transfer.id, error=str(error))
+        held = transfer.state not in life.QUIESCENT
         self._move(transfer, Event.QUIESCED)
-        if was_posted:
-            self.totals.bytes_in_flight -= transfer.bytes
-            for claim in transfer.resolved.claims.tolist():
-                del self._claims[claim]
-            self._start(self._close_sources(transfer, Outcome[transfer.state.value]))
-        if error is not None:
-            log.info("transfer ended", transfer=transfer.id, state=transfer.state.value, error=str(error))
+        if held:
+            self._free(transfer)
+        if transfer.error is not None:
+            log.info("transfer ended", transfer=transfer.id, state=transfer.state.value, error=str(transfer.error))
         transfer.ended = time.time()
         transfer.finished.set()
         self._tell(transfer)
-        if not was_posted:
-            transfer.link.let_go()
         self._ended.append(transfer.id)
-        self._forget_old()
+        while len(self._ended) > self._settings.kept_transfers:
+            del self._known[self._ended.popleft()]
+        if posted:
+            await self._close_sources(transfer, Outcome[transfer.state.value])
+        transfer.link.let_go()
 
     async def _close_sources(self, transfer: Transfer, outcome: Outcome) -> None:
         """Tell every source that its read is over, with retries; a loss only costs it some polling."""
         sources = [s.source for s in transfer.sources if s.read is not None]
-        try:
-            await asyncio.gather(
-                *(self._close_source(s, CloseRead(self._ref(transfer.spec, s), outcome)) for s in sources)
-            )
-        finally:
-            transfer.link.let_go()
+        await asyncio.gather(*(self._close_source(s, CloseRead(self._ref(transfer.spec, s), outcome)) for s in sources))
 
     async def _close_source(self, source: LinkSource, record: CloseRead) -> None:
         for pause in (*CLOSE_BACKOFF, None):
@@ -430,9 +442,12 @@ class Transfers:
 
     async def cancel(self, transfer: Transfer, timeout: float) -> None:
         """Cancel, and wait at most ``timeout`` seconds until the local blocks are safe to reuse."""
-        if not transfer.stop.done():
-            why = f"transfer {transfer.id} was cancelled"
-            transfer.stop.set_result(KvxferError(Reason.TRANSFER_CANCELLED, why, transfer_id=transfer.id))
+        why = f"transfer {transfer.id} was cancelled"
+        error = KvxferError(Reason.TRANSFER_CANCELLED, why, transfer_id=transfer.id)
+        if transfer.state is State.PREPARED:
+            self._give_up(transfer, Event.CANCEL, error)
+        elif not transfer.stop.done():
+            transfer.stop.set_result(error)
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(transfer.finished.wait(), timeout)
 
@@ -498,10 +513,6 @@ class Transfers:
             except asyncio.QueueFull:
                 watcher.overrun = True
                 self._watchers.discard(watcher)
-
-    def _forget_old(self) -> None:
-        while len(self._ended) > self._settings.kept_transfers:
-            del self._known[self._ended.popleft()]
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.ensure_future(work)
