@@ -314,7 +314,8 @@ class Transfers:
                 limit=self._settings.max_bytes_in_flight,
             )
         claims = transfer.resolved.claims.tolist()
-        if busy := next((c for c in claims if c in self._claims), None):
+        busy = next((c for c in claims if c in self._claims), None)
+        if busy is not None:  # the first block's number is 0
             raise KvxferError(
                 Reason.LOCAL_BLOCK_BUSY,
                 f"local block {busy & 0xFFFFFFFF} is still being written by transfer {self._claims[busy]}",
