@@ -245,9 +245,10 @@ def read(
 ) -> Call[TransferInfo]:
     """Prepare and read in one call; arguments as for :meth:`prepare`, and:
 
-    An error tells the transfer's ID in its metadata (``transfer_id``), also when the sidecar did not answer.  The local
-    blocks must not be reused before the transfer has quiesced: metadata ``quiesced`` says so where the sidecar told,
-    otherwise ask with :meth:`get_transfer` or :meth:`cancel`.
+    An error tells this transfer's ID in its metadata (``transfer_id``), also when the sidecar did not answer; with
+    LOCAL_BLOCK_BUSY, ``other_transfer_id`` is the one that still writes the block.  The local blocks must not be reused
+    before the transfer has quiesced: metadata ``quiesced`` says so where the sidecar told, otherwise ask with
+    :meth:`get_transfer` or :meth:`cancel`.
 
     :param wait: return when the read has ended, and raise if it failed; otherwise return once it is posted.
     :param timeout: how long the read may take from being posted, seconds; past it the transfer fails.

@@ -51,12 +51,15 @@ def told_as_kvxfer_errors(target: str, method: str, facts: Mapping[str, str]) ->
 def error_of(failure: RpcFailure, target: str, method: str, facts: Mapping[str, str]) -> KvxferError:
     """The error behind a failed call.
 
-    Metadata: what the sidecar told, ``retry_delay_s`` where it says that the same call may succeed later, and
-    ``facts``.  Where the failure is gRPC's own (nobody answers, the deadline has passed), ``target`` and ``method``.
+    Metadata: ``facts`` about the call, and what the sidecar told; where that has the name of a fact and means another,
+    as the transfer that keeps a block busy, it is found under ``other_`` and the name.  Besides, ``retry_delay_s``
+    where the sidecar says that the same call may succeed later, and ``target`` and ``method`` where the failure is
+    gRPC's own (nobody answers, the deadline has passed).
     """
     status = status_of(failure)
     error = from_status(status)
-    values: dict[str, Any] = {**facts, **error.metadata}
+    told = {f"other_{key}" if facts.get(key, value) != value else key: value for key, value in error.metadata.items()}
+    values: dict[str, Any] = {**facts, **told}
     message = error.message
     if _UNANSWERED in error.metadata:
         values |= {"target": target, "method": method}
