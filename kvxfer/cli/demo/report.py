@@ -1,0 +1,198 @@
+"""The result for people: tables, colours and a progress bar on a terminal, aligned plain text elsewhere."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Final
+
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as Bar
+from rich.table import Table
+
+from kvxfer.cli.demo.result import GroupResult, Page, Result
+from kvxfer.cli.demo.run import TRANSFER_PHASES
+from kvxfer.cli.demo.space import mib
+
+#: Wide enough for every table, where no terminal says how wide it is.
+_PLAIN_WIDTH: Final = 160
+
+#: The phases in the order in which they are told, with what they are.
+_PHASES: Final = {
+    "start": "processes up, memory filled",
+    "fill": "of that, filling memory (slowest rank)",
+    "register": "RegisterCache",
+    "publish": "PublishBlocks",
+    "handshake": "Handshake: peers met, plans compiled, lists prepared",
+    "prepare": "PrepareTransfer, the whole call",
+    "resolve": "block IDs to descriptors",
+    "make": "the NIXL request",
+    "queue": "waiting for the NIXL thread",
+    "open": "OpenRead, beside the read",
+    "post": "inside NIXL's posting call",
+    "move": "from then until completion",
+    "read": "ReadBlocks on all ranks at once",
+    "verify": "comparing every byte",
+}
+
+
+def console(stderr: bool = False) -> Console:
+    """A console; on anything but a terminal without colour, and wide."""
+    found = Console(stderr=stderr, highlight=False, soft_wrap=False)
+    return found if found.is_terminal else Console(stderr=stderr, highlight=False, width=_PLAIN_WIDTH)
+
+
+class Reporter:
+    """Progress on standard error: a bar on a terminal, else a line a phase unless ``quiet``.  A context manager."""
+
+    def __init__(self, quiet: bool) -> None:
+        self._console: Final = console(stderr=True)
+        self._quiet: Final = quiet
+        self._bar: Final = Bar(
+            SpinnerColumn(),
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            console=self._console,
+            transient=True,
+            disable=not self._console.is_terminal,
+        )
+        self._task = self._bar.add_task("", total=None)
+
+    def __enter__(self) -> Reporter:
+        self._bar.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """No more progress."""
+        self._bar.stop()
+
+    def phase(self, what: str, steps: int) -> None:
+        """A phase of so many steps begins."""
+        if self._console.is_terminal:
+            self._bar.reset(self._task, description=what, total=steps)
+        elif not self._quiet:
+            self._console.print(what, markup=False)
+
+    def step(self) -> None:
+        """One of them is done."""
+        self._bar.advance(self._task)
+
+
+def show(result: Result, notes: Sequence[str]) -> None:
+    """Print everything."""
+    out = console()
+    choices = result.choices
+    out.print()
+    skip = f" (the first {choices.skip:,} are there already)" if choices.skip else ""
+    _line(out, f"{result.model}: {choices.tokens:,} tokens{skip}, P with TP {choices.p_tp} -> D with TP {choices.d_tp}")
+    _line(
+        out,
+        f"NIXL {result.nixl}, UCX {result.ucx}; caches of {mib(result.p_memory)} on P and {mib(result.d_memory)} on D",
+    )
+    for note in (result.scaled, *notes, *(f"warning: {w}" for w in result.warnings)):
+        if note:
+            _line(out, note, "yellow")
+    for table in (_groups(out, result.groups), _ranks(out, result), _phases(out, result)):
+        out.print()
+        out.print(table)
+    out.print()
+    moved = result.bytes
+    pages = sum(r.pages for r in result.ranks)
+    _line(out, f"{moved:,} bytes in {result.phases['read'] * 1e3:.1f} ms: {result.rate / 1e9:.2f} GB/s over all ranks")
+    _line(out, f"{pages - moved:,} bytes less than whole pages ({moved / pages:.1%} of them)")
+    for problem in result.problems:
+        _line(out, problem, "bold red")
+    if result.problems:
+        _line(out, "the demo FAILED", "bold red")
+    else:
+        _line(out, f"every byte verified: {result.verified:,} bytes on {len(result.ranks)} D ranks", "bold green")
+
+
+def show_by_hand(result: Result) -> None:
+    """What to try while everything runs."""
+    import json
+
+    out = sys.stdout
+    out.write("\nEverything is left running.  Sockets:\n")
+    for name, path in result.by_hand["sockets"].items():
+        out.write(f"  {name}  {path}\n")
+    out.write(f"\nA ticket of P's blocks:\n{json.dumps(result.by_hand['ticket'])}\n\nTry:\n")
+    for command in result.by_hand["commands"]:
+        out.write(f"  {command}\n")
+    out.write("\nEnter or Ctrl-C ends it all.\n")
+    out.flush()
+
+
+def _line(out: Console, text: str, style: str = "") -> None:
+    out.print(text, style=style or None, markup=False, soft_wrap=True)
+
+
+def _table(out: Console, title: str, *columns: str, left: int = 1) -> Table:
+    """An empty table; all columns but the first ``left`` hold numbers."""
+    plain = not out.is_terminal
+    table = Table(
+        title=title,
+        title_justify="left",
+        title_style="" if plain else "bold",
+        box=None if plain else box.SIMPLE_HEAD,
+        header_style="" if plain else "bold",
+        pad_edge=False,
+    )
+    for i, column in enumerate(columns):
+        table.add_column(column, justify="left" if i < left else "right", no_wrap=plain)
+    return table
+
+
+def _groups(out: Console, groups: Sequence[GroupResult]) -> Table:
+    titles = ("group", "kind", "layers", "P block", "P page", "P data", "D block", "D page", "D data")
+    table = _table(out, "Cache groups (bytes of one layer's block on one rank)", *titles, left=2)
+    for group in groups:
+        cells = [cell for page in (group.p, group.d) for cell in (_block(page), f"{page.page:,}", f"{page.data:,}")]
+        table.add_row(group.name, group.kind, str(group.layers), *cells)
+    return table
+
+
+def _block(page: Page) -> str:
+    if not page.block_tokens:
+        return "snapshot"
+    return f"{page.block_tokens:,} tok" + (
+        f" ({page.ratio} x {page.block_tokens // page.ratio})" if page.ratio > 1 else ""
+    )
+
+
+def _ranks(out: Console, result: Result) -> Table:
+    titles = ("D rank", "reads from", "rows", "descriptors", "merged", "bytes", "optimum", "NIXL says", "whole pages")
+    table = _table(out, "Reads (bytes)", *titles, "ms", "GB/s", "verified", left=2)
+    for rank in result.ranks:
+        reported = "-" if rank.reported is None else f"{rank.reported:,}"
+        table.add_row(
+            f"tp{rank.rank}",
+            ", ".join(f"P tp{source}" for source in rank.sources),
+            f"{rank.rows:,}",
+            f"{rank.descriptors:,}",
+            f"{rank.merged:,}",
+            f"{rank.bytes:,}",
+            f"{rank.least:,}",
+            reported,
+            f"{rank.pages:,}",
+            f"{rank.seconds * 1e3:.1f}",
+            f"{rank.bytes / rank.seconds / 1e9:.2f}",
+            "FAILED" if rank.problems else f"{rank.verified:,}",
+        )
+    return table
+
+
+def _phases(out: Console, result: Result) -> Table:
+    table = _table(out, "Time (the slowest rank's)", "phase", "what", "ms", left=2)
+    for phase, what in _PHASES.items():
+        indent = "  " if phase in TRANSFER_PHASES else ""
+        table.add_row(indent + phase, what, f"{result.phases[phase] * 1e3:,.1f}")
+    return table
