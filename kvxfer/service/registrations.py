@@ -8,8 +8,10 @@ successor's.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import secrets
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Final
 
@@ -113,6 +115,8 @@ class Registrations:
         self._connector = connector
         self._by_engine: dict[str, Registration] = {}
         self._locks: dict[str, asyncio.Lock] = {}
+        self._users: Counter[str] = Counter()
+        self._opening = 0
         self._closed = False
         #: Called whenever a registration comes or goes.
         self.on_change: Callable[[], None] = lambda: None
@@ -127,9 +131,11 @@ class Registrations:
         """The registration of an engine.
 
         :param closing: also while it is being undone.
-        :raises KvxferError: NOT_REGISTERED.
+        :raises KvxferError: NOT_REGISTERED, SHUTTING_DOWN.
         """
         found = self._by_engine.get(engine_id)
+        if self._closed and not closing:
+            raise KvxferError(Reason.SHUTTING_DOWN, "the sidecar is shutting down")
         if found is None or (found.closing and not closing):
             known = ", ".join(sorted(self._by_engine)) or "none"
             raise KvxferError(
@@ -149,36 +155,53 @@ class Registrations:
         """
         _check_handles(record.layout, record.memory)
         engine_id, content = record.engine_id, replace(record, replace=False)
-        lock = self._locks.setdefault(engine_id, asyncio.Lock())
-        async with lock:
+        async with self._alone(engine_id):
             if self._closed:
                 raise KvxferError(Reason.SHUTTING_DOWN, "the sidecar is shutting down")
             existing = self._by_engine.get(engine_id)
             if existing is not None:
-                if existing.identity == content:
+                if existing.identity == content and not existing.closing:
                     return existing
                 if not record.replace:
+                    state = "a cache that is being unregistered" if existing.closing else "another cache registered"
                     raise KvxferError(
                         Reason.REGISTRATION_BUSY,
-                        f"engine {engine_id} has another cache registered; unregister it or set replace",
+                        f"engine {engine_id} has {state}; unregister it or set replace",
                         field="engine_id",
                         engine_id=engine_id,
                         incarnation=existing.incarnation,
                     )
-            elif len(self._by_engine) >= self._settings.max_registrations:
+            elif (taken := len(self._by_engine) + self._opening) >= self._settings.max_registrations:
                 raise KvxferError(
                     Reason.LIMIT_EXCEEDED,
-                    f"{len(self._by_engine)} engines are registered; the limit is {self._settings.max_registrations}",
+                    f"{taken} engines are registered; the limit is {self._settings.max_registrations}",
                     field="engine_id",
                     limit=self._settings.max_registrations,
                 )
-            fresh = await self._open(content)
+            self._opening += existing is None
+            try:
+                fresh = await self._open(content)
+            finally:
+                self._opening -= existing is None
             self._by_engine[engine_id] = fresh
             self.on_change()
             if existing is not None:
                 await existing.drain(self._settings.drain_timeout)
                 await existing.close()
             return fresh
+
+    @contextlib.asynccontextmanager
+    async def _alone(self, engine_id: str) -> AsyncIterator[None]:
+        """One caller at a time for each engine; what that takes is gone with the last of them."""
+        lock = self._locks.setdefault(engine_id, asyncio.Lock())
+        self._users[engine_id] += 1
+        try:
+            async with lock:
+                yield
+        finally:
+            self._users[engine_id] -= 1
+            if not self._users[engine_id]:
+                del self._users[engine_id], self._locks[engine_id]
 
     async def _open(self, record: RegisterCache) -> Registration:
         regions: list[MappedRegion] = []
@@ -220,7 +243,7 @@ class Registrations:
         :raises KvxferError: NOT_REGISTERED, STALE_INCARNATION; REGISTRATION_BUSY where it has not drained in time: it
             then takes no new work, and the call may be made again.
         """
-        async with self._locks.setdefault(engine_id, asyncio.Lock()):
+        async with self._alone(engine_id):
             registration = self.get(engine_id, closing=True)
             if incarnation and registration.incarnation != incarnation:
                 raise KvxferError(
@@ -242,10 +265,9 @@ class Registrations:
             await registration.close()
             del self._by_engine[engine_id]
             self.on_change()
-        self._locks.pop(engine_id, None)
 
     async def _close(self, engine_id: str) -> None:
-        async with self._locks.setdefault(engine_id, asyncio.Lock()):
+        async with self._alone(engine_id):
             registration = self._by_engine.get(engine_id)
             if registration is None:
                 return
