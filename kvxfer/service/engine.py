@@ -94,7 +94,11 @@ class EngineService(transfer_pb2_grpc.KvTransferServicer):
         record = handshake_from_pb(request)
         registration = self._registrations.get(record.engine_id)
         timeout = record.timeout or self._settings.handshake_timeout
-        link = await registration.links.get(record.target, record.options, timeout)
+        try:
+            link = await registration.links.get(record.target, record.options, timeout)
+        except KvxferError as error:
+            # Of what the request says only the options can be at fault now.
+            raise (error.within("options") if error.field else error) from error
         return pb.HandshakeResponse(plan=plan_to_pb(registration, link))
 
     # -- transfers -------------------------------------------------------------------------------------------------
@@ -118,7 +122,9 @@ class EngineService(transfer_pb2_grpc.KvTransferServicer):
             # What this call has prepared nobody else knows of; what was prepared before stays as it was.
             if isinstance(record.source, TransferSpec) and not record.source.transfer_id:
                 await registration.transfers.cancel(transfer, self._settings.drain_timeout)
-            raise error
+            if isinstance(record.source, TransferSpec):
+                raise _of_spec(error) from error
+            raise
         if record.wait:
             await transfer.settled.wait()
             if transfer.error is not None:
@@ -126,10 +132,13 @@ class EngineService(transfer_pb2_grpc.KvTransferServicer):
         return pb.ReadBlocksResponse(transfer=transfer_to_pb(registration, transfer))
 
     async def _prepare(self, spec: TransferSpec) -> tuple[Registration, Transfer]:
-        registration = self._registrations.get(spec.engine_id)
         named = spec if spec.transfer_id else replace(spec, transfer_id=new_transfer_id())
-        # The transfer is the sidecar's: a caller that goes away while it is made changes nothing.
-        return registration, await asyncio.shield(asyncio.ensure_future(registration.transfers.prepare(named)))
+        try:
+            registration = self._registrations.get(spec.engine_id)
+            # The transfer is the sidecar's: a caller that goes away while it is made changes nothing.
+            return registration, await asyncio.shield(asyncio.ensure_future(registration.transfers.prepare(named)))
+        except KvxferError as error:
+            raise _of_spec(error) from error
 
     async def GetTransfer(self, request: pb.GetTransferRequest, context: Context) -> pb.GetTransferResponse:
         """One transfer."""
@@ -180,6 +189,12 @@ class EngineService(transfer_pb2_grpc.KvTransferServicer):
                         Reason.LIMIT_EXCEEDED,
                         "this watch fell too far behind and has missed changes; watch again with include_current",
                     )
+            raise KvxferError(
+                Reason.NOT_REGISTERED,
+                f"the registration of engine {request.engine_id} has ended",
+                field="engine_id",
+                engine_id=request.engine_id,
+            )
         finally:
             registration.transfers.unwatch(watcher)
 
@@ -240,6 +255,16 @@ class EngineService(transfer_pb2_grpc.KvTransferServicer):
 def _event(registration: Registration, transfer: Transfer, sequence: int) -> pb.WatchTransfersResponse:
     event = pb.TransferEvent(sequence=sequence, transfer=transfer_to_pb(registration, transfer))
     return pb.WatchTransfersResponse(event=event)
+
+
+def _of_spec(error: KvxferError) -> KvxferError:
+    """An error about what a spec says, with the field's path in the request."""
+    if not error.field:
+        return error
+    sides = {"local_blocks": "local_blocks", "remote_blocks": "ticket.blocks"}
+    side = next((s for s in sides if error.field.startswith(s)), "")
+    path = sides[side] + error.field[len(side) :] if side else error.field
+    return KvxferError(error.reason, error.message, field=f"spec.{path}", **dict(error.metadata))
 
 
 def _told(error: KvxferError, transfer: Transfer) -> KvxferError:

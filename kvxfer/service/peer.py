@@ -43,7 +43,9 @@ class PeerService(peer_pb2_grpc.KvPeerServicer):
         registration = self._find(query.engine_id, query.rank, closing=query.goodbye)
         reader = query.reader
         if query.goodbye:
-            registration.readers.leave(reader)
+            # One that is meant for an earlier registration says nothing about this one, which the reader has met since.
+            if query.expected_incarnation in ("", registration.incarnation):
+                registration.readers.leave(reader)
             return pb.ExchangeResponse(protocol_version=version)
         identity = registration.identity
         if query.compatibility_key != identity.compatibility_key:
@@ -56,7 +58,7 @@ class PeerService(peer_pb2_grpc.KvPeerServicer):
                 engine=identity.compatibility_key,
             )
         if query.expected_incarnation:
-            _check_incarnation(registration, query.expected_incarnation)
+            _check_incarnation(registration, query.expected_incarnation, "expected_incarnation")
         known = query.known_incarnation == registration.incarnation
         registration.readers.meet(reader, context.peer(), connecting=not known)
         memory = PeerMemory(
@@ -127,12 +129,12 @@ def _agreed(query: ExchangeQuery) -> int:
     return min(high, own_high)
 
 
-def _check_incarnation(registration: Registration, given: str) -> None:
+def _check_incarnation(registration: Registration, given: str, field: str = "incarnation") -> None:
     if given != registration.incarnation:
         raise KvxferError(
             Reason.STALE_INCARNATION,
             f"engine {registration.identity.engine_id} is {registration.incarnation} now, not {given}",
-            field="incarnation",
+            field=field,
             expected=given,
             found=registration.incarnation,
         )

@@ -73,14 +73,20 @@ class GrpcPeerClient:
                     address=self._address,
                     status=error.code().name,
                 ) from error
-            raise known from error
+            # What it says of a field is about our call, not about that of our own caller.
+            raise KvxferError(known.reason, known.message, **dict(known.metadata)) from error
 
     async def exchange(self, query: ExchangeQuery, timeout: float) -> ExchangeAnswer:
         """See :meth:`kvxfer.service.links.PeerClient.exchange`."""
         call = self._stub.Exchange(exchange_to_pb(query), timeout=timeout)
         answer = await self._ask(call, f"rank {query.rank} of engine {query.engine_id} did not answer")
         # Checking a large layout takes a while, and it is a stranger's.
-        return await asyncio.to_thread(answer_from_pb, answer)
+        try:
+            return await asyncio.to_thread(answer_from_pb, answer)
+        except KvxferError as error:
+            raise KvxferError(
+                error.reason, error.message, **{**error.metadata, "answer_field": error.field, "address": self._address}
+            ) from error
 
     async def goodbye(self, query: ExchangeQuery, timeout: float) -> None:
         """See :meth:`kvxfer.service.links.PeerClient.goodbye`."""
