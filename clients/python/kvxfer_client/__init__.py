@@ -31,6 +31,7 @@ from kvxfer.memory.handles import Address, FileHandle, Handle, Memfd, Owned, Own
 from kvxfer.wire.addresses import RankAddress
 from kvxfer.wire.params import prefill_params, ticket_from_params, ticket_to_params
 from kvxfer.wire.tickets import Ticket, TicketRank, ticket_from_string, ticket_to_string
+from kvxfer_client import layouts
 from kvxfer_client.aio import AsyncClient, AsyncWatch
 from kvxfer_client.blocks import attention_blocks, grouped, snapshot, state_blocks
 from kvxfer_client.calls import RemoteEngine
@@ -102,6 +103,7 @@ __all__ = [
     "Watch",
     "attention_blocks",
     "grouped",
+    "layouts",
     "make_ticket",
     "new_lease_token",
     "prefill_params",
