@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-settings.register_profile("dev", max_examples=100, deadline=None)
+settings.register_profile("dev", max_examples=200, deadline=None)
 settings.register_profile(
     "ci",
-    max_examples=2_000,
+    max_examples=3_000,
     deadline=None,
     derandomize=False,
     print_blob=True,
