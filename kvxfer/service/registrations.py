@@ -26,6 +26,8 @@ from kvxfer.service.links import Links, PeerConnector
 from kvxfer.service.readers import Readers
 from kvxfer.service.settings import ServiceSettings
 from kvxfer.service.transfers import Transfers
+from kvxfer.wire.fields import at
+from kvxfer.wire.handles import handle_path
 from kvxfer.wire.requests import RegisterCache
 from kvxfer.xfer.api import Span, TransferEngine
 
@@ -212,7 +214,8 @@ class Registrations:
                 try:
                     regions.append(await asyncio.to_thread(open_region, handle, self._policy))
                 except KvxferError as error:
-                    raise error.within(f"memory[{i}]") from error
+                    path = at(f"memory[{i}]", handle_path(handle, error.field)).rstrip(".")
+                    raise KvxferError(error.reason, error.message, field=path, **dict(error.metadata)) from error
             readers = Readers()
             name = f"{record.engine_id[:128]}/{record.rank}/{incarnation}"
             engine = self._make_engine(name, readers.on_notification)

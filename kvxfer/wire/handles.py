@@ -13,6 +13,14 @@ from kvxfer.wire.fields import at, choice, refuse, under, variant
 BACKINGS: Final = {pb.OWNED_BACKING_FILE: OwnedBacking.FILE, pb.OWNED_BACKING_MEMFD: OwnedBacking.MEMFD}
 BACKINGS_OUT: Final = {backing: number for number, backing in BACKINGS.items()}
 
+#: The fields of a MemoryHandle that stand for each type.
+KINDS_OUT: Final = {PosixShm: "posix_shm", FileHandle: "file", Memfd: "memfd", Owned: "owned", Address: "address"}
+
+
+def handle_path(handle: Handle, field: str) -> str:
+    """Where an attribute of a handle stands in its message: the size belongs to the handle, the rest to its kind."""
+    return field if field == "size" else at(KINDS_OUT[type(handle)], field) if field else ""
+
 
 def handle_from_pb(message: pb.MemoryHandle, field: str, region: Region | None = None) -> Handle:
     """Check and convert a handle.
