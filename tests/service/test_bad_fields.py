@@ -139,7 +139,9 @@ CASES = {
     ),
     "ListTransfers": Case(
         "ListTransfers",
-        lambda _: transfer_pb2.ListTransfersRequest(engine_id="engine-d", states=["TRANSFER_STATE_PREPARED"], page_size=5, page_token="3"),
+        lambda _: transfer_pb2.ListTransfersRequest(
+            engine_id="engine-d", states=[transfer_pb2.TRANSFER_STATE_PREPARED], page_size=5, page_token="3"
+        ),
     ),
     "CancelTransfer": Case(
         "CancelTransfer",
