@@ -279,7 +279,7 @@ async def test_bad_requests_name_their_field(world: World) -> None:
         return caught.value
 
     far = await refused(attention_blocks("attn", [0, 7, 8]), snapshot("ssm", 1, 40))
-    assert (far.reason, far.field) == (Reason.BLOCK_OUT_OF_RANGE, "local_blocks[0].block_ids")
+    assert (far.reason, far.field) == (Reason.BLOCK_OUT_OF_RANGE, "spec.local_blocks[0].block_ids")
     assert far.metadata["group"] == "attn"
     short = await refused(attention_blocks("attn", [0, 7]), snapshot("ssm", 1, 40))
     assert short.reason is Reason.RANGE_NOT_COVERED

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from kvxfer.core.errors import KvxferError, Reason
 from kvxfer.core.resolve import BlockList
+from kvxfer.wire.blocks import tokens
 from kvxfer.wire.fields import TOKEN_BYTES
 from kvxfer.wire.tickets import Ticket, TicketRank, ticket_to_pb
 
@@ -51,7 +52,7 @@ def make_ticket(
         ranks=by_number,
         request_id=request_id,
         blocks=tuple(blocks),
-        num_tokens=num_tokens,
+        num_tokens=tokens(num_tokens, "ticket.num_tokens", 1),
         lease_token=lease_token,
         ttl=ttl,
     )
