@@ -349,8 +349,10 @@ class Transfers:
                 return_when=asyncio.FIRST_COMPLETED,
             )
             work -= done
-            if failed := next((d for d in done if d in (*reads, *opens) and d.exception() is not None), None):
-                event, fault = Event.FAULT, _as_error(failed.exception())
+            # All are looked at, or asyncio would complain about those that were not.
+            failed = [error for d in done if d in (*reads, *opens) and (error := d.exception()) is not None]
+            if failed:
+                event, fault = Event.FAULT, _worst([_as_error(error) for error in failed])
             elif transfer.stop in done:
                 event, fault = Event.CANCEL, transfer.stop.result()
             elif transfer.link.lost in done:
@@ -539,6 +541,11 @@ def _check_same(spec: TransferSpec, digest: bytes) -> None:
             field="transfer_id",
             transfer_id=spec.transfer_id,
         )
+
+
+def _worst(errors: list[KvxferError]) -> KvxferError:
+    """Of several sources' errors the one that says most: that P is another one now explains why it was lost."""
+    return min(errors, key=lambda e: e.reason is not Reason.STALE_INCARNATION)
 
 
 def _as_error(error: BaseException | None) -> KvxferError:
