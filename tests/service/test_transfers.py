@@ -1,0 +1,428 @@
+"""The life of a transfer: held, cancelled, failed, late, forgotten, watched and listed."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import grpc.aio
+import pytest
+
+from kvxfer.core.errors import Reason
+from kvxfer.pb import transfer_pb2 as pb
+from kvxfer.service import transfers as loop
+from kvxfer.wire.requests import spec_from_pb
+from tests.support.engines import as_bytes
+from tests.support.errors import refusal
+from tests.support.loopback import BLOCK, Cluster, Reading, small_layout, small_lists, soon
+
+PREPARED, POSTED, DRAINING = pb.TRANSFER_STATE_PREPARED, pb.TRANSFER_STATE_POSTED, pb.TRANSFER_STATE_DRAINING
+DONE, FAILED, CANCELLED = pb.TRANSFER_STATE_DONE, pb.TRANSFER_STATE_FAILED, pb.TRANSFER_STATE_CANCELLED
+
+
+async def reach(reading: Reading, transfer_id: str, state: int) -> pb.Transfer:
+    """Follow a transfer until it is in a state."""
+    call = reading.stub.WatchTransfers(pb.WatchTransfersRequest(engine_id="engine-d", include_current=True))
+    found = (await events_until(call, transfer_id, state))[-1].transfer
+    call.cancel()
+    return found
+
+
+def untouched(reading: Reading) -> bool:
+    """Nothing has arrived at D."""
+    member = reading.d.members[0]
+    return not member.differences(member.model.image)
+
+
+async def counts(reading: Reading) -> pb.Counts:
+    status: pb.GetStatusResponse = await reading.stub.GetStatus(pb.GetStatusRequest())
+    return status.counts
+
+
+async def test_prepare_moves_nothing_and_reading_it_does(reading: Reading) -> None:
+    spec = reading.request("t1").spec
+    prepared = (await reading.stub.PrepareTransfer(pb.PrepareTransferRequest(spec=spec))).transfer
+    assert (prepared.state, prepared.quiesced, prepared.transfer_id) == (PREPARED, True, "t1")
+    # Three tokens of the last block are not needed, but the granule is the block: 3 blocks and a snapshot.
+    assert prepared.bytes == 3 * 64 + 12 + 64
+    assert {g.group: g.bytes for g in prepared.sources[0].groups} == {"attn": 192, "ssm": 76}
+    assert not prepared.sources[0].HasField("reported_bytes")
+    assert untouched(reading)
+    assert reading.fabric.posts == 0
+    assert (await counts(reading)).prepared == 1
+    read = pb.ReadBlocksRequest(engine_id="engine-d", transfer_id="t1")
+    done = (await reading.stub.ReadBlocks(read)).transfer
+    assert (done.state, done.sources[0].reported_bytes) == (DONE, prepared.bytes)
+    # Reading it again answers as it ended, and reads nothing.
+    again = (await reading.stub.ReadBlocks(read)).transfer
+    assert (again.state, again.create_time) == (DONE, done.create_time)
+    assert reading.fabric.posts == 1
+    assert (await counts(reading)).done == 1
+
+
+async def test_the_same_id_is_the_same_transfer_and_other_content_an_error(reading: Reading) -> None:
+    request = reading.request("t1")
+    first = (await reading.stub.ReadBlocks(request)).transfer
+    assert (await reading.stub.ReadBlocks(request)).transfer.create_time == first.create_time
+    prepare = pb.PrepareTransferRequest(spec=request.spec)
+    assert (await reading.stub.PrepareTransfer(prepare)).transfer.state == DONE
+    assert reading.fabric.posts == 1
+    for change in (
+        lambda s: s.local_blocks[0].block_ids.__setitem__(0, 20),
+        lambda s: setattr(s.ticket, "request_id", "other"),
+        lambda s: setattr(s, "skip_tokens", 4),
+    ):
+        other = reading.request("t1")
+        change(other.spec)
+        error = await refusal(reading.stub.ReadBlocks(other))
+        assert (error.reason, error.field) == (Reason.TRANSFER_ID_REUSED, "spec.transfer_id")
+        assert error.metadata["transfer_id"] == "t1"
+    # The same while it is being prepared.
+    fresh = reading.request("t2")
+    answers = await asyncio.gather(*(reading.stub.ReadBlocks(fresh) for _ in range(8)))
+    assert {a.transfer.state for a in answers} == {DONE}
+    assert reading.fabric.posts == 2
+    await reading.good()
+
+
+async def test_a_held_transfer_keeps_its_blocks_busy(reading: Reading) -> None:
+    await reading.d.handshake(reading.ticket())
+    reading.fabric.hold()
+    posted = (await reading.stub.ReadBlocks(reading.request("t1", wait=False))).transfer
+    assert (posted.state, posted.quiesced) == (POSTED, False)
+    now = await counts(reading)
+    assert (now.posted, now.bytes_in_flight) == (1, posted.bytes)
+    for first in (1, 2, 4):  # the same blocks; some of them; only the snapshot's
+        error = await refusal(reading.stub.ReadBlocks(reading.request(first=first)))
+        assert (error.reason, error.field) == (Reason.LOCAL_BLOCK_BUSY, "spec.local_blocks")
+        assert error.metadata["transfer_id"] == "t1"
+        assert int(error.metadata["block"]) in range(1, 5)
+    # Preparing is allowed: it may be read once the other has ended.
+    prepared = reading.request("t2")
+    await reading.stub.PrepareTransfer(pb.PrepareTransferRequest(spec=prepared.spec))
+    error = await refusal(reading.stub.ReadBlocks(pb.ReadBlocksRequest(engine_id="engine-d", transfer_id="t2")))
+    assert error.reason is Reason.LOCAL_BLOCK_BUSY
+    assert (await reading.d.get("t2")).state == PREPARED
+    # Other blocks are free.
+    other = (await reading.stub.ReadBlocks(reading.request("t3", first=8, wait=False))).transfer
+    assert other.state == POSTED
+    assert untouched(reading)
+    reading.fabric.let_go()
+    for transfer_id in ("t1", "t3"):
+        done = await reading.stub.ReadBlocks(pb.ReadBlocksRequest(engine_id="engine-d", transfer_id=transfer_id))
+        assert done.transfer.state == DONE
+    done = await reading.stub.ReadBlocks(pb.ReadBlocksRequest(engine_id="engine-d", transfer_id="t2"))
+    assert done.transfer.state == DONE
+    assert (await counts(reading)).bytes_in_flight == 0
+    await reading.good()
+
+
+async def test_the_first_block_is_busy_as_well(reading: Reading) -> None:
+    await reading.good()
+    reading.fabric.hold()
+    await reading.stub.ReadBlocks(reading.request("t1", wait=False, first=0))
+    error = await refusal(reading.stub.ReadBlocks(reading.request(first=0)))
+    assert error.reason is Reason.LOCAL_BLOCK_BUSY
+    reading.fabric.let_go()
+
+
+async def test_blocks_are_free_as_soon_as_a_read_has_answered(reading: Reading) -> None:
+    for _ in range(100):
+        await reading.stub.ReadBlocks(reading.request())
+    assert (await counts(reading)).done == 100
+
+
+async def test_cancelling_a_prepared_transfer(reading: Reading) -> None:
+    await reading.stub.PrepareTransfer(pb.PrepareTransferRequest(spec=reading.request("t1").spec))
+    cancelled = await reading.d.cancel("t1")
+    assert (cancelled.state, cancelled.quiesced) == (CANCELLED, True)
+    error = await refusal(reading.stub.ReadBlocks(pb.ReadBlocksRequest(engine_id="engine-d", transfer_id="t1")))
+    assert error.reason is Reason.TRANSFER_CANCELLED
+    assert (error.metadata["transfer_id"], error.metadata["quiesced"]) == ("t1", "true")
+    assert reading.fabric.posts == 0
+    assert untouched(reading)
+    await reading.good()
+
+
+async def test_cancelling_a_posted_transfer_answers_when_nothing_writes_any_more(reading: Reading) -> None:
+    await reading.d.handshake(reading.ticket())
+    reading.fabric.hold()
+    waiting = asyncio.ensure_future(refusal(reading.stub.ReadBlocks(reading.request("t1"))))
+    await soon(lambda: reading.fabric.posts == 1)
+    late = await reading.d.cancel("t1", 0.05)
+    assert (late.state, late.quiesced) == (DRAINING, False)
+    # Whoever waits for the read hears of it at once, and that its blocks are not free yet.
+    error = await waiting
+    assert (error.reason, error.metadata["quiesced"]) == (Reason.TRANSFER_CANCELLED, "false")
+    error = await refusal(reading.stub.ReadBlocks(reading.request()))
+    assert (error.reason, error.metadata["transfer_id"]) == (Reason.LOCAL_BLOCK_BUSY, "t1")
+    cancelling = asyncio.ensure_future(reading.d.cancel("t1"))
+    now = await counts(reading)
+    assert (now.draining, now.bytes_in_flight > 0) == (1, True)
+    assert untouched(reading)
+    assert not cancelling.done()
+    # What is in flight lands in the end, whatever was said: only now may the blocks be reused.
+    reading.fabric.let_go()
+    ended = await cancelling
+    assert (ended.state, ended.quiesced) == (CANCELLED, True)
+    assert not untouched(reading)
+    assert (await counts(reading)).bytes_in_flight == 0
+    await reading.good()
+
+
+async def test_cancelling_what_has_ended_changes_nothing(reading: Reading) -> None:
+    await reading.stub.ReadBlocks(reading.request("t1"))
+    assert (await reading.d.cancel("t1")).state == DONE
+    reading.fabric.fail_post(1)
+    await refusal(reading.stub.ReadBlocks(reading.request("t2")))
+    assert (await reading.d.cancel("t2")).state == FAILED
+    error = await refusal(reading.stub.CancelTransfer(pb.CancelTransferRequest(engine_id="engine-d", transfer_id="x")))
+    assert (error.reason, error.field) == (Reason.TRANSFER_UNKNOWN, "transfer_id")
+
+
+async def test_a_deadline_fails_the_read_and_drains(reading: Reading) -> None:
+    await reading.d.handshake(reading.ticket())
+    reading.fabric.hold()
+    request = reading.request("t1")
+    request.timeout.FromMilliseconds(50)
+    error = await refusal(reading.stub.ReadBlocks(request, timeout=5))
+    assert (error.reason, error.metadata["timeout_s"]) == (Reason.DEADLINE_EXCEEDED, "0.05")
+    assert error.metadata["quiesced"] == "false"
+    draining = await reading.d.get("t1")
+    assert (draining.state, draining.quiesced) == (DRAINING, False)
+    assert draining.error.message == error.message
+    reading.fabric.let_go()
+    failed = await reach(reading, "t1", FAILED)
+    assert failed.quiesced
+    await reading.good()
+
+
+async def test_a_caller_that_goes_away_changes_nothing(reading: Reading) -> None:
+    await reading.d.handshake(reading.ticket())
+    reading.fabric.hold()
+    call = reading.stub.ReadBlocks(reading.request("t1"))
+    await soon(lambda: reading.fabric.posts == 1)
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    with pytest.raises(grpc.aio.AioRpcError):
+        await reading.stub.ReadBlocks(pb.ReadBlocksRequest(engine_id="engine-d", transfer_id="t1"), timeout=0.05)
+    assert (await reading.d.get("t1")).state == POSTED
+    reading.fabric.let_go()
+    assert (await reach(reading, "t1", DONE)).quiesced
+
+
+@pytest.mark.parametrize("reason", [Reason.TRANSFER_FAILED, Reason.PEER_LOST])
+async def test_one_of_several_sources_fails(cluster: Cluster, reason: Reason) -> None:
+    """All of the read fails; the blocks are free only once the other source has let go as well."""
+    p = await cluster.engine("engine-p", [await cluster.node(), await cluster.node()])
+    d = await cluster.engine("engine-d", [await cluster.node()])
+    reading = Reading(cluster, p, d)
+    await reading.good()
+    reading.fabric.hold()
+    reading.fabric.fail_post(2, reason)
+    error = await refusal(reading.stub.ReadBlocks(reading.request("t1")))
+    assert (error.reason, error.metadata["quiesced"]) == (reason, "false")
+    draining = await reading.d.get("t1")
+    assert (draining.state, draining.quiesced, len(draining.sources)) == (DRAINING, False, 2)
+    assert (await refusal(reading.stub.ReadBlocks(reading.request(), timeout=5))).reason is Reason.LOCAL_BLOCK_BUSY
+    reading.fabric.let_go()
+    failed = await reach(reading, "t1", FAILED)
+    assert (failed.quiesced, (await counts(reading)).failed) == (True, 1)
+    # A lost peer is met again, a failed read is not the peer's end.
+    await reading.good()
+
+
+async def test_a_prepared_transfer_is_not_kept_for_ever(cluster: Cluster) -> None:
+    p = await cluster.engine("engine-p", [await cluster.node()])
+    d = await cluster.engine("engine-d", [await cluster.node(prepared_ttl=0.05)])
+    reading = Reading(cluster, p, d)
+    await reading.stub.PrepareTransfer(pb.PrepareTransferRequest(spec=reading.request("t1").spec))
+    assert (await reach(reading, "t1", CANCELLED)).quiesced
+    error = await refusal(reading.stub.ReadBlocks(pb.ReadBlocksRequest(engine_id="engine-d", transfer_id="t1")))
+    assert (error.reason, error.metadata["ttl_s"]) == (Reason.TRANSFER_CANCELLED, "0.05")
+    await reading.good()
+
+
+async def test_limits(cluster: Cluster) -> None:
+    p = await cluster.engine("engine-p", [await cluster.node()])
+    d = await cluster.engine("engine-d", [await cluster.node(max_transfers=2, max_bytes_in_flight=2**20)])
+    reading = Reading(cluster, p, d)
+    for name in ("t1", "t2"):
+        await reading.stub.PrepareTransfer(pb.PrepareTransferRequest(spec=reading.request(name).spec))
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await reading.stub.PrepareTransfer(pb.PrepareTransferRequest(spec=reading.request("t3").spec))
+    assert "RetryInfo" in str(dict(caught.value.trailing_metadata()))
+    error = await refusal(reading.stub.ReadBlocks(reading.request("t3")))
+    assert (error.reason, error.metadata["limit"]) == (Reason.LIMIT_EXCEEDED, "2")
+    await reading.d.cancel("t1")
+    await reading.good()
+
+
+async def test_bytes_in_flight_are_limited_but_one_read_always_goes(cluster: Cluster) -> None:
+    blocks = 40_000
+    p = await cluster.engine("engine-p", [await cluster.node()], [small_layout(blocks=blocks)])
+    limit = 2**20
+    d = await cluster.engine("engine-d", [await cluster.node(max_bytes_in_flight=limit)], [small_layout(blocks=blocks)])
+    reading = Reading(cluster, p, d)
+    reading.TOKENS = 17_000 * BLOCK  # more than the limit in one read
+    reading.p_lists = small_lists(reading.TOKENS, 0)
+    await reading.d.handshake(reading.ticket())
+    reading.fabric.hold()
+    first = (await reading.stub.ReadBlocks(reading.request("t1", wait=False))).transfer
+    assert first.bytes > limit
+    error = await refusal(reading.stub.ReadBlocks(reading.request("t2", first=20_000)))
+    assert (error.reason, error.metadata["limit"]) == (Reason.LIMIT_EXCEEDED, str(limit))
+    reading.fabric.let_go()
+    await reach(reading, "t1", DONE)
+    assert (await reading.stub.ReadBlocks(reading.request("t3", first=20_000))).transfer.state == DONE
+
+
+async def test_ended_transfers_are_forgotten_in_the_end(cluster: Cluster) -> None:
+    p = await cluster.engine("engine-p", [await cluster.node()])
+    d = await cluster.engine("engine-d", [await cluster.node(kept_transfers=3)])
+    reading = Reading(cluster, p, d)
+    for i in range(5):
+        await reading.stub.ReadBlocks(reading.request(f"t{i}"))
+    known = (await reading.stub.ListTransfers(pb.ListTransfersRequest(engine_id="engine-d"))).transfers
+    assert [t.transfer_id for t in known] == ["t4", "t3", "t2"]
+    error = await refusal(reading.stub.GetTransfer(pb.GetTransferRequest(engine_id="engine-d", transfer_id="t0")))
+    assert (error.reason, error.field) == (Reason.TRANSFER_UNKNOWN, "transfer_id")
+    assert error.metadata["transfer_id"] == "t0"
+
+
+async def test_listing_in_pages(reading: Reading) -> None:
+    for i in range(7):
+        await reading.stub.PrepareTransfer(pb.PrepareTransferRequest(spec=reading.request(f"t{i}").spec))
+        if i % 2:
+            await reading.d.cancel(f"t{i}")
+
+    async def pages(**more: Any) -> list[list[str]]:
+        found, token = [], ""
+        while True:
+            request = pb.ListTransfersRequest(engine_id="engine-d", page_token=token, **more)
+            answer = await reading.stub.ListTransfers(request)
+            found.append([t.transfer_id for t in answer.transfers])
+            token = answer.next_page_token
+            if not token:
+                return found
+
+    assert await pages() == [["t6", "t5", "t4", "t3", "t2", "t1", "t0"]]
+    assert await pages(page_size=3) == [["t6", "t5", "t4"], ["t3", "t2", "t1"], ["t0"]]
+    assert await pages(page_size=2, states=[CANCELLED]) == [["t5", "t3"], ["t1"]]
+    assert await pages(states=[DONE]) == [[]]
+    # New ones do not shift the pages.
+    first = await reading.stub.ListTransfers(pb.ListTransfersRequest(engine_id="engine-d", page_size=2))
+    await reading.stub.PrepareTransfer(pb.PrepareTransferRequest(spec=reading.request("t7").spec))
+    following = pb.ListTransfersRequest(engine_id="engine-d", page_size=2, page_token=first.next_page_token)
+    assert [t.transfer_id for t in (await reading.stub.ListTransfers(following)).transfers] == ["t4", "t3"]
+    for token in ("x", "-1", "9" * 257):
+        error = await refusal(
+            reading.stub.ListTransfers(pb.ListTransfersRequest(engine_id="engine-d", page_token=token))
+        )
+        assert (error.reason, error.field) == (Reason.FIELD_INVALID, "page_token")
+
+
+async def events_until(call: Any, transfer_id: str, state: int) -> list[pb.TransferEvent]:
+    """The events of a stream up to one that tells of ``state``."""
+    found = []
+    while True:
+        answer = await asyncio.wait_for(call.read(), 5)
+        if answer.HasField("ready"):
+            continue
+        found.append(answer.event)
+        if (answer.event.transfer.transfer_id, answer.event.transfer.state) == (transfer_id, state):
+            return found
+
+
+async def test_watching_tells_every_change_in_order(reading: Reading) -> None:
+    await reading.d.handshake(reading.ticket())
+    await reading.stub.ReadBlocks(reading.request("t0"))
+    call = reading.stub.WatchTransfers(pb.WatchTransfersRequest(engine_id="engine-d", include_current=True))
+    first = await call.read()
+    assert (first.event.transfer.transfer_id, first.event.transfer.state) == ("t0", DONE)
+    assert (await call.read()).HasField("ready")
+    seen = []
+    reading.fabric.hold()
+    await reading.stub.PrepareTransfer(pb.PrepareTransferRequest(spec=reading.request("t1").spec))
+    seen += await events_until(call, "t1", PREPARED)
+    await reading.stub.ReadBlocks(pb.ReadBlocksRequest(engine_id="engine-d", transfer_id="t1", wait=False))
+    seen += await events_until(call, "t1", POSTED)
+    await reading.d.cancel("t1", 0.02)
+    seen += await events_until(call, "t1", DRAINING)
+    reading.fabric.let_go()
+    seen += await events_until(call, "t1", CANCELLED)
+    assert [e.transfer.state for e in seen] == [PREPARED, POSTED, DRAINING, CANCELLED]
+    assert [e.transfer.quiesced for e in seen] == [True, False, False, True]
+    assert [e.sequence for e in seen] == [2, 3, 4, 5]
+    # Without include_current the stream is live at once.
+    other = reading.stub.WatchTransfers(pb.WatchTransfersRequest(engine_id="engine-d"))
+    assert (await other.read()).HasField("ready")
+    await reading.stub.ReadBlocks(reading.request("t2"))
+    assert {e.transfer.transfer_id for e in await events_until(other, "t2", DONE)} == {"t2"}
+    # The end of the registration ends the streams with a reason.
+    await reading.stub.UnregisterCache(pb.UnregisterCacheRequest(engine_id="engine-d"))
+    for stream in (call, other):
+        error = await refusal(_drain(stream))
+        assert (error.reason, error.field) == (Reason.NOT_REGISTERED, "engine_id")
+
+
+async def _drain(call: Any) -> None:
+    while await call.read() is not grpc.aio.EOF:
+        pass
+
+
+async def test_a_watcher_that_is_too_slow_is_told(reading: Reading, monkeypatch: pytest.MonkeyPatch) -> None:
+    await reading.d.handshake(reading.ticket())
+    monkeypatch.setattr(loop, "WATCH_BACKLOG", 4)
+    (registration,) = reading.d.nodes[0].sidecar.registrations
+    call = reading.stub.WatchTransfers(pb.WatchTransfersRequest(engine_id="engine-d"))
+    assert (await call.read()).HasField("ready")
+    (watcher,) = registration.transfers._watchers
+    # More changes than fit, all within one turn of the event loop.
+    transfer = await registration.transfers.prepare(_spec(reading))
+    for _ in range(10):
+        registration.transfers._tell(transfer)
+    assert watcher.overrun
+    error = await refusal(_drain(call))
+    assert error.reason is Reason.LIMIT_EXCEEDED
+    again = reading.stub.WatchTransfers(pb.WatchTransfersRequest(engine_id="engine-d", include_current=True))
+    assert (await again.read()).event.transfer.transfer_id == "slow"
+    again.cancel()
+    await reading.good()
+
+
+def _spec(reading: Reading) -> Any:
+    return spec_from_pb(reading.request("slow").spec)
+
+
+async def test_notifications_may_be_lost_or_come_twice(reading: Reading) -> None:
+    await reading.good()
+    reading.fabric.lose_notifications()
+    await reading.good()
+    reading.fabric.duplicate_notifications()
+    await reading.good()
+
+
+async def test_a_peer_that_vanishes_in_mid_read(reading: Reading) -> None:
+    await reading.d.handshake(reading.ticket())
+    reading.fabric.hold()
+    waiting = asyncio.ensure_future(refusal(reading.stub.ReadBlocks(reading.request("t1"))))
+    await soon(lambda: reading.fabric.posts == 1)
+    reading.fabric.vanish(reading.p.nodes[0].engines[0].name)
+    error = await waiting
+    assert error.reason is Reason.PEER_LOST
+    assert (await reach(reading, "t1", FAILED)).quiesced
+    assert untouched(reading)
+    assert reading.d.members[0].image().tobytes() == as_bytes(reading.d.members[0].model.image).tobytes()
+
+
+async def test_a_prepared_transfer_ends_with_its_peer(reading: Reading) -> None:
+    await reading.stub.PrepareTransfer(pb.PrepareTransferRequest(spec=reading.request("t1").spec))
+    await reading.p.nodes[0].stop()
+    failed = await reach(reading, "t1", FAILED)
+    assert failed.quiesced
+    error = await refusal(reading.stub.ReadBlocks(pb.ReadBlocksRequest(engine_id="engine-d", transfer_id="t1")))
+    assert error.reason is Reason.PEER_LOST
+    error = await refusal(reading.stub.ReadBlocks(reading.request()))
+    assert error.reason is Reason.PEER_UNREACHABLE
