@@ -125,6 +125,13 @@ def test_both_clients_take_the_same_arguments() -> None:
         assert getattr(Client, name).__doc__
 
 
+def test_help_tells_what_a_method_returns() -> None:
+    for client in (Client, AsyncClient):
+        signature = inspect.signature(client.read)
+        assert signature.return_annotation == "TransferInfo"
+        assert next(iter(signature.parameters)) == "self"
+
+
 def test_layout_builders() -> None:
     own = [name for name in public(layouts) if getattr(getattr(layouts, name), "__module__", "") == layouts.__name__]
     assert own == LAYOUTS

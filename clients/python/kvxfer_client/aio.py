@@ -32,6 +32,7 @@ def _awaitable(
     async def method(self: AsyncClient, /, *args: P.args, **kwargs: P.kwargs) -> T:
         return await self._run(build(self, *args, **kwargs))
 
+    vars(method)["__signature__"] = calls.signature_of(build)
     return method
 
 
@@ -48,6 +49,7 @@ class AsyncClient(Origin):
         """See :class:`Origin` for the arguments."""
         super().__init__(target, engine_id=engine_id, timeout=timeout)
         self._channel: grpc.aio.Channel | None = None
+        self._stub: transfer_pb2_grpc.KvTransferAsyncStub | None = None
         self._closed = False
 
     register = _awaitable(calls.register)
@@ -119,12 +121,13 @@ class AsyncClient(Origin):
         """Around a call: it needs a channel that is open, and fails with errors of ours."""
         if self._closed:
             raise closed_error(self.target)
-        if self._channel is None:
+        if self._stub is None:
             # Not before: a channel belongs to the loop that is running when it is made.
             self._channel = grpc.aio.insecure_channel(self.target, options=OPTIONS)
+            self._stub = transfer_pb2_grpc.KvTransferStub(self._channel)
         try:
             with told_as_kvxfer_errors(self.target, method, facts):
-                yield transfer_pb2_grpc.KvTransferStub(self._channel)
+                yield self._stub
         except asyncio.CancelledError:
             # grpc.aio says so too where close() has cut the call off; a task that is cancelled itself stays cancelled.
             if self._cut_off():

@@ -6,6 +6,7 @@ builds the message and knows how to read the answer, but calls nobody.
 
 from __future__ import annotations
 
+import inspect
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -422,6 +423,14 @@ def wait_ready(origin: Origin, timeout: float = DEFAULT_TIMEOUT) -> Call[Status]
 
 
 # -- parts ------------------------------------------------------------------------------------------------------------
+
+
+def signature_of(build: Callable[..., Call[Any]]) -> inspect.Signature:
+    """The signature of the method that a function here becomes, for ``help()``: it returns what the call answers."""
+    signature = inspect.signature(build)
+    me, *others = signature.parameters.values()
+    answer = str(signature.return_annotation).removeprefix("Call[").removesuffix("]")
+    return signature.replace(parameters=[me.replace(name="self"), *others], return_annotation=answer)
 
 
 def checked_seconds(value: float, name: str = "timeout") -> float:

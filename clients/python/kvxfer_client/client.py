@@ -30,6 +30,7 @@ def _blocking(build: Callable[Concatenate[Origin, P], Call[T]]) -> Callable[Conc
     def method(self: Client, /, *args: P.args, **kwargs: P.kwargs) -> T:
         return self._run(build(self, *args, **kwargs))
 
+    vars(method)["__signature__"] = calls.signature_of(build)
     return method
 
 
