@@ -22,6 +22,8 @@ T = TypeVar("T")
 
 #: How long a child may take to end by itself, seconds.
 GRACE: Final = 8.0
+#: When a call fails, how long to wait for a child's end that may have caused it, seconds.
+_NOTICE: Final = 0.5
 #: Longest line that an engine may answer, bytes.
 _LINE: Final = 64 * 2**20
 _TAIL_LINES: Final = 15
@@ -132,12 +134,12 @@ class Children:
                 left = until - asyncio.get_running_loop().time()
                 ready, _ = await asyncio.wait(waiting | ends, timeout=max(left, 0), return_when=asyncio.FIRST_COMPLETED)
                 for task in ready & waiting:
-                    task.result()
+                    if error := task.exception():
+                        await self._check(_NOTICE)
+                        raise error
                     done()
                 waiting -= ready
-                for child in self.all:
-                    if child.ended in ready:
-                        raise child.lost()
+                await self._check()
                 if not ready:
                     late = [child for child, task in tasks.items() if task in waiting]
                     tails = "\n".join(f"{child.name}:\n{child.tail()}" for child in late[:2])
@@ -148,6 +150,13 @@ class Children:
             for task in tasks.values():
                 task.cancel()
             await asyncio.gather(*tasks.values(), return_exceptions=True)
+
+    async def _check(self, patience: float = 0.0) -> None:
+        """:raises KvxferError: where a child has ended, or ends within ``patience`` seconds."""
+        await asyncio.wait({c.ended for c in self.all}, timeout=patience, return_when=asyncio.FIRST_COMPLETED)
+        for child in self.all:
+            if child.ended.done():
+                raise child.lost()
 
     async def end(self) -> None:
         """Ask every child to end, kill those that do not, and reap all."""

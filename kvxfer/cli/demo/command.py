@@ -34,16 +34,17 @@ def demo(
     memory_mib: Annotated[
         int, typer.Option(min=1, help="Most memory for all caches; a larger model is scaled down to it.")
     ] = 1024,
-    timeout: Annotated[float, typer.Option(min=1, max=3600, help="Seconds that any phase may take.")] = 60,
+    timeout: Annotated[float, typer.Option(min=1, max=3600, help="Seconds that any phase may take.")] = 120,
     keep: Annotated[bool, typer.Option("--keep", help="Leave everything running until Enter or Ctrl-C.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output.")] = False,
     flip: Annotated[str, typer.Option(hidden=True, help="inside or outside: damage one byte before verifying.")] = "",
 ) -> None:
     """Move a cache between two engines on this machine, and verify every byte.
 
-    Starts an engine process and a sidecar process for each rank of a prefill engine (P) and a decode engine (D), fills
-    P's caches, reads them into D's over NIXL, and compares all of D's memory with what it must be.  Exit status 0 means
-    that every byte is right and that no byte was moved in vain.
+    Starts an engine process and a sidecar process for each rank of a prefill
+    engine (P) and a decode engine (D), fills P's caches, reads them into D's
+    over NIXL, and compares all of D's memory with what it must be.  Status 0
+    says that every byte is right and that none was moved in vain.
 
     Examples:
 
@@ -53,15 +54,21 @@ def demo(
 
       kvxfer demo --keep
     """
+    import json
+
     from kvxfer.cli.demo.fit import fit
     from kvxfer.cli.demo.scenario import Choices
 
     if flip not in ("", "inside", "outside"):
         raise KvxferError(Reason.FIELD_INVALID, f"--flip is {flip!r}; allowed: inside, outside", field="flip")
     choices = Choices(p_tp, d_tp, tokens, skip, blocks, p_block_tokens, d_block_tokens, kv_dtype, seed)
-    fitted = fit(model, choices, memory_mib * 2**20)
     try:
+        fitted = fit(model, choices, memory_mib * 2**20)
         result = _run(fitted, timeout, keep, as_json, flip)
+    except KvxferError as error:
+        if as_json:
+            typer.echo(json.dumps({"ok": False, "problems": [str(error)], "reason": error.reason.value}))
+        raise
     except KeyboardInterrupt:
         typer.echo("kvxfer: interrupted; every process has been ended", err=True)
         raise typer.Exit(_INTERRUPTED) from None

@@ -49,7 +49,8 @@ def find(model: str) -> tuple[str, Config]:
 def fit(model: str, choices: Choices, limit: int) -> Fitted:
     """The scenario of a model whose caches, of both engines, take at most ``limit`` bytes.
 
-    Layers go first, from the end: those that are left are what they were.  Only then are widths divided.
+    Layers go first, from the end: those that are left are what they were.  But at least half are kept as long as
+    dividing the widths helps, since with few layers the groups of a hybrid model are no longer like its own.
 
     :raises KvxferError: FIELD_INVALID where the model cannot be run so, or cannot be made small enough.
     """
@@ -59,8 +60,9 @@ def fit(model: str, choices: Choices, limit: int) -> Fitted:
         return Fitted(name, config, whole, "")
     spec = model_spec(config)
     firsts: Mapping[str, int] = {layer.kind: layer.index for layer in reversed(spec.layers)}
-    least = max(firsts.values()) + 1
-    for shrink in _SHRINKS:
+    fewest = max(firsts.values()) + 1
+    half = max(fewest, spec.depth // 2)
+    for least, shrink in [*((half, s) for s in _SHRINKS), *((fewest, s) for s in _SHRINKS)]:
 
         def at(depth: int, shrink: int = shrink) -> tuple[Config, Scenario]:
             scaled = scale_down(config, max_layers=depth, shrink=shrink)

@@ -51,6 +51,11 @@ class Setting:
     keep: bool
     flip: str
 
+    @property
+    def call(self) -> float:
+        """How long a call may take, seconds: its own error shall come before the phase is given up."""
+        return self.timeout * 0.8
+
 
 class Demo:
     """One run of a scenario over children that end with it."""
@@ -78,10 +83,10 @@ class Demo:
         registered = await self._each("register", p + d)
         ticket = await self._publish("demo", registered)
         text = ticket_to_string(ticket)
-        plans = await self._each("handshake", d, ticket=text, timeout=self._setting.timeout)
+        plans = await self._each("handshake", d, ticket=text, timeout=self._setting.call)
         await self._each("prepare", d, ticket=text)
         begin = time.perf_counter()
-        reads = await self._each("read", d, timeout=self._setting.timeout)
+        reads = await self._each("read", d, timeout=self._setting.call)
         self._seconds["read"] = time.perf_counter() - begin
         for phase in TRANSFER_PHASES:
             self._seconds[phase] = max(r["timings"].get(phase, 0.0) for r in reads)
@@ -112,7 +117,6 @@ class Demo:
         sides = (self._scenario.p, self._scenario.d)
         total = sum(len(side.layouts) for side in sides)
         self._progress.phase(f"starting {total} sidecars and {total} engines", 3 * total)
-        makes: dict[Child, Any] = {}
         for side in sides:
             for i in range(len(side.layouts)):
                 name = f"{side.name}{i}"
@@ -120,8 +124,12 @@ class Demo:
                 await self._children.start(f"sidecar {name}", "kvxfer.cli.demo.tied", *self._serve(name))
                 engine = await self._children.start(f"engine {name}", "kvxfer.cli.demo.engine", pipes=True)
                 self._engines[side.name].append(engine)
-                makes[engine] = self._bring_up(engine, side.name, i)
-        self._seconds["fill"] = max(await self._children.all_of("starting", makes, lambda: None))
+        work = {
+            engine: self._bring_up(engine, side.name, i)
+            for side in sides
+            for i, engine in enumerate(self._engines[side.name])
+        }
+        self._seconds["fill"] = max(await self._children.all_of("starting", work, lambda: None))
 
     async def _bring_up(self, engine: Child, side: str, rank: int) -> float:
         choices = asdict(self._scenario.choices)
@@ -130,7 +138,7 @@ class Demo:
         self._progress.step()
         filled = await engine.ask("allocate", directory=str(self._setting.memory))
         self._progress.step()
-        await engine.ask("connect", timeout=self._setting.timeout)
+        await engine.ask("connect", timeout=self._setting.call)
         self._progress.step()
         return float(filled["seconds"])
 

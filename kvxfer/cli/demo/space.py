@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +18,9 @@ from kvxfer.core.errors import KvxferError, Reason
 SHARED: Final = "/dev/shm"
 #: What is left free, bytes.
 MARGIN: Final = 32 * 2**20
+_PREFIX: Final = "kvxfer-demo-"
+#: A directory younger than this may be one that another demo is just making, seconds.
+_YOUNG: Final = 60.0
 #: A Unix socket's path may have 107 characters; the file names of the demo take some of them.
 _LONGEST: Final = 90
 
@@ -66,8 +72,33 @@ def _room(place: str) -> int:
 
 @contextmanager
 def _made(place: str) -> Iterator[Path]:
-    path = Path(tempfile.mkdtemp(prefix="kvxfer-demo-", dir=place))
+    _sweep(place)
+    path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=place))
+    with _locked(path):
+        try:
+            yield path
+        finally:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold a directory's lock, which the kernel lets go of when this process ends in whatever way.
+
+    :raises OSError: where somebody else holds it, or it is not ours to open.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
-        yield path
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
     finally:
-        shutil.rmtree(path, ignore_errors=True)
+        os.close(fd)
+
+
+def _sweep(place: str) -> None:
+    """Remove what demos that were killed have left."""
+    for path in Path(place).glob(f"{_PREFIX}*"):
+        with contextlib.suppress(OSError):
+            if path.stat().st_uid == os.getuid() and time.time() - path.stat().st_mtime > _YOUNG:
+                with _locked(path):
+                    shutil.rmtree(path, ignore_errors=True)

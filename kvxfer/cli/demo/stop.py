@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import signal
 import sys
 from collections.abc import Callable, Coroutine
@@ -51,14 +52,10 @@ async def enter() -> None:
         else:  # nobody will ever press it: only a signal ends us now
             loop.remove_reader(sys.stdin)
 
-    try:
+    # What cannot be watched, such as /dev/null, is never pressed either.
+    with contextlib.suppress(OSError, ValueError):
         loop.add_reader(sys.stdin, read)
-    except (OSError, ValueError):
-        read = None  # type: ignore[assignment]  # /dev/null and files cannot be watched
-    try:
+    with contextlib.suppress(asyncio.CancelledError):
         await pressed.wait()
-    except asyncio.CancelledError:
-        return
-    finally:
-        if read is not None:
-            loop.remove_reader(sys.stdin)
+    with contextlib.suppress(ValueError):
+        loop.remove_reader(sys.stdin)
