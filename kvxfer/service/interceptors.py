@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 import grpc
 import grpc.aio
 import structlog
+from google.protobuf.message import DecodeError
 from grpc_status import rpc_status
 
 from kvxfer.core.errors import Fault, KvxferError, Reason
@@ -35,19 +36,34 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
             return handler
         if handler.unary_unary is not None:
             return grpc.unary_unary_rpc_method_handler(
-                _unary(handler.unary_unary, method), handler.request_deserializer, handler.response_serializer
+                _unary(handler.unary_unary, method), _decoder(handler), handler.response_serializer
             )
         if handler.unary_stream is not None:
             return grpc.unary_stream_rpc_method_handler(
-                _stream(handler.unary_stream, method), handler.request_deserializer, handler.response_serializer
+                _stream(handler.unary_stream, method), _decoder(handler), handler.response_serializer
             )
         return handler
+
+
+def _decoder(handler: grpc.RpcMethodHandler[Any, Any]) -> Callable[[bytes], Any]:
+    """Decodes requests; what is none comes out as the error to answer with, since grpc has no good one."""
+    decode = handler.request_deserializer
+
+    def call(data: bytes) -> Any:
+        try:
+            return data if decode is None else decode(data)
+        except DecodeError:
+            return KvxferError(Reason.FIELD_INVALID, f"the {len(data)} bytes of the request are no message of its kind")
+
+    return call
 
 
 def _unary(behaviour: Any, method: str) -> Any:
     async def call(request: Any, context: Context) -> Any:
         began = time.perf_counter()
         try:
+            if isinstance(request, KvxferError):
+                raise request
             answer = await behaviour(request, context)
         except KvxferError as error:
             await _abort(context, error, method)
@@ -66,6 +82,8 @@ def _unary(behaviour: Any, method: str) -> Any:
 def _stream(behaviour: Any, method: str) -> Any:
     async def call(request: Any, context: Context) -> AsyncIterator[Any]:
         try:
+            if isinstance(request, KvxferError):
+                raise request
             async for answer in behaviour(request, context):
                 yield answer
         except KvxferError as error:

@@ -291,6 +291,17 @@ class Links:
                 f"engine {target.engine_id} was asked for",
                 address=client.address,
             )
+        mine, (low, high) = self._registration.identity.compatibility_key, PROTOCOL_VERSIONS
+        # The peer has compared them, too; it may be of a kind that does not.
+        if answer.compatibility_key != mine or not low <= answer.protocol_version <= high:
+            raise KvxferError(
+                Reason.INCOMPATIBLE_PEER,
+                f"{client.address} has compatibility key {answer.compatibility_key!r} and speaks version "
+                f"{answer.protocol_version}; this side has {mine!r} and speaks {low} to {high}",
+                address=client.address,
+                local=f"{mine} {low}-{high}",
+                remote=f"{answer.compatibility_key} {answer.protocol_version}",
+            )
         if rank.incarnation not in ("", answer.incarnation):
             raise KvxferError(
                 Reason.STALE_INCARNATION,

@@ -40,6 +40,8 @@ RESOLVE_INLINE: Final = 4096
 #: CloseRead is tried so often, with these pauses between, seconds.
 CLOSE_BACKOFF: Final = (0.1, 0.5, 2.0)
 CLOSE_TIMEOUT: Final = 5.0
+#: CloseRead makes sure of what the NIXL notification says already; the caller's answer goes first, seconds.
+CLOSE_DELAY: Final = 0.002
 #: After these a new handshake is needed.
 LINK_BREAKERS: Final = frozenset({Reason.PEER_LOST, Reason.PEER_UNREACHABLE, Reason.STALE_INCARNATION})
 #: Changes that a watcher may be behind before it is dropped.
@@ -427,6 +429,7 @@ class Transfers:
 
     async def _close_sources(self, transfer: Transfer, outcome: Outcome) -> None:
         """Tell every source that its read is over, with retries; a loss only costs it some polling."""
+        await asyncio.sleep(CLOSE_DELAY)
         sources = [s.source for s in transfer.sources if s.read is not None]
         await asyncio.gather(*(self._close_source(s, CloseRead(self._ref(transfer.spec, s), outcome)) for s in sources))
 

@@ -305,6 +305,7 @@ class Pump:
             patience = 0.0
             self._last_event = time.perf_counter()
             command()
+            self._flush()  # before the next poll: somebody waits for this
 
     def _poll(self) -> None:
         self.counters.polls += 1
