@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, Final, TypeAlias, TypeVar
 
 import grpc.aio
 
@@ -41,6 +42,13 @@ from kvxfer.wire.requests import (
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 T = TypeVar("T")
+
+#: Where a spec says what the parts below the service call so.  What they say of other things is not about the request.
+_IN_SPEC: Final = {
+    "local_blocks": "spec.local_blocks",
+    "remote_blocks": "spec.ticket.blocks",
+    **{name: f"spec.{name}" for name in ("engine_id", "ticket", "transfer_id", "skip_tokens", "num_tokens")},
+}
 
 
 class EngineService(transfer_pb2_grpc.KvTransferServicer):
@@ -98,21 +106,21 @@ class EngineService(transfer_pb2_grpc.KvTransferServicer):
             link = await registration.links.get(record.target, record.options, timeout)
         except KvxferError as error:
             # Of what the request says only the options can be at fault now.
-            raise (error.within("options") if error.field else error) from error
+            raise _at(error, f"options.{error.field}" if error.field.startswith("ignore_") else "") from error
         return pb.HandshakeResponse(plan=plan_to_pb(registration, link))
 
     # -- transfers -------------------------------------------------------------------------------------------------
 
     async def PrepareTransfer(self, request: pb.PrepareTransferRequest, context: Context) -> pb.PrepareTransferResponse:
         """The dry run."""
-        registration, transfer = await self._prepare(prepare_from_pb(request))
+        registration, transfer = await self._prepare(prepare_from_pb(request), make=True)
         return pb.PrepareTransferResponse(transfer=transfer_to_pb(registration, transfer))
 
     async def ReadBlocks(self, request: pb.ReadBlocksRequest, context: Context) -> pb.ReadBlocksResponse:
         """The read."""
         record = read_from_pb(request)
         if isinstance(record.source, TransferSpec):
-            registration, transfer = await self._prepare(record.source)
+            registration, transfer = await self._prepare(record.source, make=False)
         else:
             registration = self._registrations.get(record.engine_id)
             transfer = registration.transfers.get(record.source)
@@ -131,12 +139,14 @@ class EngineService(transfer_pb2_grpc.KvTransferServicer):
                 raise _told(transfer.error, transfer)
         return pb.ReadBlocksResponse(transfer=transfer_to_pb(registration, transfer))
 
-    async def _prepare(self, spec: TransferSpec) -> tuple[Registration, Transfer]:
+    async def _prepare(self, spec: TransferSpec, *, make: bool) -> tuple[Registration, Transfer]:
         named = spec if spec.transfer_id else replace(spec, transfer_id=new_transfer_id())
         try:
             registration = self._registrations.get(spec.engine_id)
             # The transfer is the sidecar's: a caller that goes away while it is made changes nothing.
-            return registration, await asyncio.shield(asyncio.ensure_future(registration.transfers.prepare(named)))
+            return registration, await asyncio.shield(
+                asyncio.ensure_future(registration.transfers.prepare(named, make=make))
+            )
         except KvxferError as error:
             raise _of_spec(error) from error
 
@@ -259,12 +269,13 @@ def _event(registration: Registration, transfer: Transfer, sequence: int) -> pb.
 
 def _of_spec(error: KvxferError) -> KvxferError:
     """An error about what a spec says, with the field's path in the request."""
-    if not error.field:
-        return error
-    sides = {"local_blocks": "local_blocks", "remote_blocks": "ticket.blocks"}
-    side = next((s for s in sides if error.field.startswith(s)), "")
-    path = sides[side] + error.field[len(side) :] if side else error.field
-    return KvxferError(error.reason, error.message, field=f"spec.{path}", **dict(error.metadata))
+    head = re.match(r"\w*", error.field)
+    name = head[0] if head else ""
+    return _at(error, _IN_SPEC[name] + error.field[len(name) :] if name in _IN_SPEC else "")
+
+
+def _at(error: KvxferError, field: str) -> KvxferError:
+    return KvxferError(error.reason, error.message, field=field, **dict(error.metadata))
 
 
 def _told(error: KvxferError, transfer: Transfer) -> KvxferError:

@@ -173,9 +173,10 @@ class Transfers:
 
     # -- preparing -------------------------------------------------------------------------------------------------
 
-    async def prepare(self, spec: TransferSpec) -> Transfer:
+    async def prepare(self, spec: TransferSpec, *, make: bool = True) -> Transfer:
         """Validate, resolve and make the request; nothing moves.
 
+        :param make: ``False`` leaves making the NIXL request to :meth:`post`, which will follow at once.
         :param spec: with a transfer ID; the same ID with the same content is the same transfer.
 
         :raises KvxferError: TRANSFER_ID_REUSED, INCOMPATIBLE_PEER, LIMIT_EXCEEDED, and what the handshake and
@@ -192,7 +193,7 @@ class Transfers:
         future: asyncio.Future[Transfer] = asyncio.get_running_loop().create_future()
         self._preparing[spec.transfer_id] = (spec.digest, future)
         try:
-            transfer = await self._prepare(spec)
+            transfer = await self._prepare(spec, make)
         except BaseException as error:
             future.set_exception(
                 error
@@ -206,7 +207,7 @@ class Transfers:
         future.set_result(transfer)
         return transfer
 
-    async def _prepare(self, spec: TransferSpec) -> Transfer:
+    async def _prepare(self, spec: TransferSpec, make: bool) -> Transfer:
         if self._closing:
             raise KvxferError(Reason.SHUTTING_DOWN, "the cache is being unregistered")
         mine = self._registration.identity.compatibility_key
@@ -230,7 +231,7 @@ class Transfers:
         link = await self._registration.links.get(spec.target, None, self._settings.handshake_timeout)
         link.hold()
         try:
-            transfer = await self._make(spec, link)
+            transfer = await self._make(spec, link, make)
         except BaseException:
             link.let_go()
             raise
@@ -239,7 +240,7 @@ class Transfers:
         self._tell(transfer)
         return transfer
 
-    async def _make(self, spec: TransferSpec, link: Link) -> Transfer:
+    async def _make(self, spec: TransferSpec, link: Link, now: bool) -> Transfer:
         request = Request(spec.local_blocks, spec.ticket.blocks, spec.num_tokens, spec.skip_tokens)
         began = time.perf_counter()
         ids = sum(np.size(b.ids) for b in (*spec.local_blocks, *spec.ticket.blocks))
@@ -258,6 +259,7 @@ class Transfers:
                         source.remote,
                         part.remote_indices,
                         self._notice(spec, source),
+                        now=now,
                     )
                 made.append(_SourceState(source, xfer))
         except BaseException:
@@ -267,7 +269,7 @@ class Transfers:
             raise
         transfer = Transfer(spec, link, read, made, next(self._numbers))
         transfer.timings.resolve = resolved - began
-        transfer.timings.make = time.perf_counter() - resolved
+        transfer.timings.make = time.perf_counter() - resolved if now else None
         return transfer
 
     def _arm(self, transfer: Transfer) -> None:
@@ -388,6 +390,8 @@ class Transfers:
         for name, attribute in (("queue", "queue_seconds"), ("post", "post_seconds"), ("move", "move_seconds")):
             if results:
                 setattr(transfer.timings, name, max(getattr(r, attribute) for r in results))
+        if transfer.timings.make is None:
+            transfer.timings.make = max((s.read.make_seconds for s in transfer.sources if s.read), default=None)
         self._move(transfer, event)
         if transfer.state is State.DONE:
             self._free(transfer)  # its caller may reuse the blocks at once

@@ -321,11 +321,20 @@ class TransferEngine(Protocol):
         """Give a prepared list back, as soon as the last read that uses it is gone.  Idempotent."""
 
     async def make_read(
-        self, local: Rows, local_indices: Indices, remote: Rows, remote_indices: Indices, notification: bytes
+        self,
+        local: Rows,
+        local_indices: Indices,
+        remote: Rows,
+        remote_indices: Indices,
+        notification: bytes,
+        *,
+        now: bool = True,
     ) -> Read:
         """Make a request that reads each remote descriptor into the local one at the same place of the other array.
 
-        ``notification`` reaches the peer after the last byte was read; empty for none.  Raises FIELD_INVALID (empty,
+        ``notification`` reaches the peer after the last byte was read; empty for none.  Not ``now`` leaves the making
+        to :meth:`post`, which saves a trip to the library's thread; what only the library can find wrong comes from there
+        then, and the index arrays must not change until it has returned.  Raises FIELD_INVALID (empty,
         unequal, wrong dtype, lengths that differ), BLOCK_OUT_OF_RANGE, NO_HANDSHAKE (lists of another peer, released).
         """
 

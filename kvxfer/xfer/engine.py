@@ -361,7 +361,14 @@ class PumpedEngine:
     # --- reads -----------------------------------------------------------------------------------------------------
 
     async def make_read(
-        self, local: Rows, local_indices: Indices, remote: Rows, remote_indices: Indices, notification: bytes
+        self,
+        local: Rows,
+        local_indices: Indices,
+        remote: Rows,
+        remote_indices: Indices,
+        notification: bytes,
+        *,
+        now: bool = True,
     ) -> Read:
         """See :meth:`kvxfer.xfer.api.TransferEngine.make_read`."""
         pump = self._pump()
@@ -371,8 +378,10 @@ class PumpedEngine:
                 Reason.NO_HANDSHAKE, "both lists must be of one peer", local=local.peer.name, remote=remote.peer.name
             )
         nbytes = check_read(local, local_indices, remote, remote_indices)
-        # Copies: the caller may reuse its arrays while the command is still in the queue.
-        ours, theirs = np.array(local_indices, order="C"), np.array(remote_indices, order="C")
+        if now:  # copies: the caller may reuse its arrays while the command is still in the queue
+            ours, theirs = np.array(local_indices, order="C"), np.array(remote_indices, order="C")
+        else:
+            ours, theirs = np.ascontiguousarray(local_indices), np.ascontiguousarray(remote_indices)
 
         def work(driver: Driver) -> tuple[Any, float]:
             began = time.perf_counter()
@@ -389,6 +398,16 @@ class PumpedEngine:
 
         here.users += 1
         there.users += 1
+        if not now:
+            late = PumpedRead(None, local, remote, nbytes, ours.size, 0.0)
+
+            def make(driver: Driver) -> Any:
+                handle, late.make_seconds = work(driver)
+                return handle
+
+            late.make = make
+            self._reads.add(late)
+            return late
         making = pump.call(work)
         try:
             handle, seconds = await asyncio.shield(making)
@@ -450,6 +469,7 @@ class PumpedEngine:
         pump.post(
             Job(
                 handle=read.handle,
+                make=read.make,
                 peer=read.peer.name,
                 bytes=read.bytes,
                 wanted=lambda: not read.abandoned,
@@ -474,6 +494,9 @@ class PumpedEngine:
             raise KvxferError(Reason.TRANSFER_STATE, "a read of another engine", state=read.state.value)
         read.state = ReadState.RELEASED
         handle = read.handle
+        if read.make is not None:  # it never was made
+            self._forget(read)
+            return
 
         def work(driver: Driver) -> None:
             driver.release(handle)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -13,7 +13,18 @@ from kvxfer.xfer.api import Peer, ReadState, Rows
 class PumpedRead:
     """The engine's side of :class:`kvxfer.xfer.api.Read`."""
 
-    __slots__ = ("_quiesced", "abandoned", "bytes", "descriptors", "handle", "local", "make_seconds", "remote", "state")
+    __slots__ = (
+        "_quiesced",
+        "abandoned",
+        "bytes",
+        "descriptors",
+        "handle",
+        "local",
+        "make",
+        "make_seconds",
+        "remote",
+        "state",
+    )
 
     def __init__(self, handle: Any, local: Rows, remote: Rows, nbytes: int, descriptors: int, seconds: float) -> None:
         self.handle: Any = handle
@@ -21,7 +32,9 @@ class PumpedRead:
         self.remote: Final = remote
         self.bytes: Final = nbytes
         self.descriptors: Final = descriptors
-        self.make_seconds: Final = seconds
+        self.make_seconds = seconds
+        #: Makes the request on the library's thread, where that was left to the posting.
+        self.make: Callable[[Any], Any] | None = None
         self.state = ReadState.READY
         self.abandoned = False
         self._quiesced: asyncio.Future[None] = asyncio.get_running_loop().create_future()

@@ -144,18 +144,21 @@ class PumpSettings:
 class Job:
     """A request on its way through the pump.
 
+    :param make: makes the request; ``None`` where ``handle`` is one already.
     :param wanted: asked once, right before posting: false means that nobody waits for it any more.
     :param settle: called on the loop with the result, once, when it is done, has failed or was not posted.
     :param let_go: called on the loop, once, when the library has freed the request (or was destroyed).
     """
 
     handle: Any
+    make: Callable[[Driver], Any] | None
     peer: str
     bytes: int
     wanted: Callable[[], bool]
     settle: Callable[[ReadResult | KvxferError], None]
     let_go: Callable[[], None]
     submitted: float = field(default_factory=time.perf_counter)
+    taken: float = 0.0
     started: float = 0.0
     returned: float = 0.0
 
@@ -337,12 +340,29 @@ class Pump:
         if not job.wanted():
             gone = KvxferError(Reason.TRANSFER_CANCELLED, "the read was abandoned before it was posted")
             self._settle(job, gone)
-            self._retire(job)
+            self._drop(job)
             return
+        job.taken = time.perf_counter()
+        if job.make is not None:
+            try:
+                job.handle = job.make(self._driver)
+            except Exception as caught:  # noqa: BLE001  the thread must live on
+                self.counters.failed += 1
+                self._settle(job, self._as_ours(caught))
+                self._drop(job)
+                return
+            job.make = None
         self.counters.posted += 1
         job.started = time.perf_counter()
         if not self._advance(job, self._driver.post):
             self._posted.append(job)
+
+    def _drop(self, job: Job) -> None:
+        """Free the request of a job that was never posted, if there is one."""
+        if job.make is None:
+            self._retire(job)
+        else:
+            self._outbox.append(job.let_go)
 
     def _advance(self, job: Job, step: Callable[[Any], bool]) -> bool:
         """Post or check a request; true when nothing more has to be done for it here."""
@@ -366,7 +386,7 @@ class Pump:
             self._complain("reading the telemetry of a request failed", caught)
         result = ReadResult(
             bytes=job.bytes,
-            queue_seconds=job.started - job.submitted,
+            queue_seconds=job.taken - job.submitted,
             post_seconds=job.returned - job.started,
             move_seconds=now - job.returned,
             telemetry=telemetry,
@@ -376,6 +396,7 @@ class Pump:
         self.counters.post_seconds += result.post_seconds
         self.counters.move_seconds += result.move_seconds
         self._settle(job, result)
+        self._flush()  # freeing can wait, the reader should not
         self._retire(job)
         return True
 
