@@ -89,6 +89,8 @@ class Settings(BaseSettings):
     max_holds: int = Field(65_536, ge=1, description="Published requests held at once, per engine.")
     kept_transfers: int = Field(4096, ge=0, description="Finished transfers that GetTransfer still knows, per engine.")
 
+    lanes: int = Field(2, ge=1, le=16, description="NIXL agents that read at once; large reads are split over them.")
+
     # -- times
     handshake_timeout: Seconds = Field(10.0, description="A handshake's deadline, unless the call sets one.")
     read_timeout: Seconds = Field(60.0, description="A read's deadline, unless the call sets one.")

@@ -57,6 +57,7 @@ _Status = health_pb2.HealthCheckResponse
 def nixl_engine(settings: Settings) -> EngineFactory:
     """Transfer engines over NIXL."""
     from kvxfer.xfer.engine import EngineSettings
+    from kvxfer.xfer.lanes import LanedEngine
     from kvxfer.xfer.nixl import NixlEngine
     from kvxfer.xfer.pump import PumpSettings
 
@@ -67,7 +68,9 @@ def nixl_engine(settings: Settings) -> EngineFactory:
     )
 
     def make(name: str, on_notification: Callable[[str, bytes], None]) -> TransferEngine:
-        return NixlEngine(name, on_notification, settings=chosen)
+        first = NixlEngine(name, on_notification, settings=chosen)
+        more = (NixlEngine(f"{name}/lane{i}", settings=chosen) for i in range(1, settings.lanes))
+        return LanedEngine((first, *more)) if settings.lanes > 1 else first
 
     return make
 

@@ -12,7 +12,7 @@ import itertools
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
@@ -331,12 +331,23 @@ class Transfers:
         self.totals.bytes_in_flight += transfer.bytes
         self._move(transfer, Event.POST)
         transfer.disarm()
-        self._start(self._run(transfer, timeout))
+        # Handed over before anything else is done: the copying goes on beside all that follows.
+        reads = {self._submit(s.read): s for s in transfer.sources if s.read is not None}
+        self._start(self._run(transfer, reads, timeout))
 
-    async def _run(self, transfer: Transfer, timeout: float) -> None:
+    def _submit(self, read: XferRead) -> asyncio.Future[ReadResult]:
+        try:
+            return self._registration.engine.submit(read)
+        except KvxferError as error:
+            refused: asyncio.Future[ReadResult] = asyncio.get_running_loop().create_future()
+            refused.set_exception(error)
+            return refused
+
+    async def _run(
+        self, transfer: Transfer, reads: Mapping[asyncio.Future[ReadResult], _SourceState], timeout: float
+    ) -> None:
         """From posting to the outcome."""
         began = time.perf_counter()
-        reads = [asyncio.ensure_future(self._read_source(s)) for s in transfer.sources if s.read is not None]
         opens = [
             asyncio.ensure_future(self._open_source(transfer, s.source, timeout))
             for s in transfer.sources
@@ -355,6 +366,9 @@ class Transfers:
             work -= done
             # All are looked at, or asyncio would complain about those that were not.
             failed = [error for d in done if d in (*reads, *opens) and (error := d.exception()) is not None]
+            for ended in done & reads.keys():
+                if ended.exception() is None:
+                    reads[ended].result = ended.result()
             if failed:
                 event, fault = Event.FAULT, _worst([_as_error(error) for error in failed])
             elif transfer.stop in done:
@@ -371,11 +385,6 @@ class Transfers:
         transfer.timings.total = time.perf_counter() - began
         self._decide(transfer, event, fault)
         await self._let_go(transfer, posted=True)
-
-    async def _read_source(self, state: _SourceState) -> None:
-        if state.read is None:
-            raise RuntimeError("nothing is read from this source")
-        state.result = await self._registration.engine.post(state.read)
 
     async def _open_source(self, transfer: Transfer, source: LinkSource, timeout: float) -> None:
         began = time.perf_counter()

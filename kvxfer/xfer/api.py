@@ -17,6 +17,7 @@ that awaits :meth:`TransferEngine.post` therefore only stops the waiting; the en
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -333,13 +334,16 @@ class TransferEngine(Protocol):
         """Make a request that reads each remote descriptor into the local one at the same place of the other array.
 
         ``notification`` reaches the peer after the last byte was read; empty for none.  Not ``now`` leaves the making
-        to :meth:`post`, which saves a trip to the library's thread; what only the library can find wrong comes from there
-        then, and the index arrays must not change until it has returned.  Raises FIELD_INVALID (empty,
-        unequal, wrong dtype, lengths that differ), BLOCK_OUT_OF_RANGE, NO_HANDSHAKE (lists of another peer, released).
+        to :meth:`post`, which saves a trip to the library's thread; what only the library can find wrong comes from
+        there then, and the index arrays must not change until it has returned.  Raises FIELD_INVALID (empty, unequal,
+        wrong dtype, lengths that differ), BLOCK_OUT_OF_RANGE, NO_HANDSHAKE (lists of another peer, released).
         """
 
     async def post(self, read: Read) -> ReadResult:
         """Post a READY read and wait until it completes.  Raises TRANSFER_STATE, PEER_LOST, TRANSFER_FAILED."""
+
+    def submit(self, read: Read) -> asyncio.Future[ReadResult]:
+        """As :meth:`post`, but handed over before it returns.  Cancelling the future is cancelling the wait."""
 
     async def release(self, read: Read) -> None:
         """Drop a read that is READY, DONE or FAILED.  Idempotent.  Raises TRANSFER_STATE for a posted one."""

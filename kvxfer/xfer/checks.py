@@ -186,7 +186,7 @@ def check_read(local: Rows, local_indices: Indices, remote: Rows, remote_indices
             local=local_indices.size,
             remote=remote_indices.size,
         )
-    here, there = _lengths(local, local_indices), _lengths(remote, remote_indices)
+    here, there = lengths_of(local, local_indices), lengths_of(remote, remote_indices)
     if isinstance(here, int) and isinstance(there, int):
         if here == there:
             return here * local_indices.size
@@ -204,7 +204,7 @@ def check_read(local: Rows, local_indices: Indices, remote: Rows, remote_indices
     )
 
 
-def _lengths(rows: Rows, indices: Indices) -> int | npt.NDArray[np.uint64]:
+def lengths_of(rows: Rows, indices: Indices) -> int | npt.NDArray[np.uint64]:
     """The length of each descriptor named: one number where all rows have the same (nothing to look up then)."""
     column = rows.rows[:, 1]
     if bool((column == column[0]).all()):

@@ -449,6 +449,10 @@ class PumpedEngine:
 
     async def post(self, read: Read) -> ReadResult:
         """See :meth:`kvxfer.xfer.api.TransferEngine.post`."""
+        return await self.submit(read)
+
+    def submit(self, read: Read) -> asyncio.Future[ReadResult]:
+        """See :meth:`kvxfer.xfer.api.TransferEngine.submit`."""
         pump = self._pump()
         if not isinstance(read, PumpedRead) or read not in self._reads or read.state is not ReadState.READY:
             state = read.state.value if read.state is not ReadState.READY else "not of this engine"
@@ -477,11 +481,18 @@ class PumpedEngine:
                 let_go=lambda: self._forget(read),
             )
         )
-        try:
-            return await outcome
-        except asyncio.CancelledError:
-            read.abandoned = True  # if it was not handed over yet it never will be; else it drains
-            raise
+
+        def abandon(ended: asyncio.Future[ReadResult]) -> None:
+            if ended.cancelled():
+                read.abandoned = True  # if it was not handed over yet it never will be; else it drains
+
+        outcome.add_done_callback(abandon)
+        return outcome
+
+    async def notify(self, peer: Peer, payload: bytes) -> None:
+        """Send a notification that belongs to no request.  Raises PEER_LOST."""
+        name = self._known(peer).name
+        await self._pump().call(lambda driver: driver.notify(name, payload))
 
     async def release(self, read: Read) -> None:
         """See :meth:`kvxfer.xfer.api.TransferEngine.release`."""

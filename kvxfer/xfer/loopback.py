@@ -254,6 +254,10 @@ class LoopbackDriver:
             raise KvxferError(Reason.TRANSFER_STATE, "a request in flight was released")
         self.alive.remove(handle)
 
+    def notify(self, peer: str, payload: bytes) -> None:
+        """Send a notification."""
+        self._fabric.notify(self._name, peer, payload)
+
     def notifications(self) -> Sequence[tuple[str, bytes]]:
         """What arrived."""
         return self._fabric.collect(self._name)

@@ -298,6 +298,11 @@ class NixlDriver:
             self._requests[handle].release()
         del self._requests[handle]
 
+    def notify(self, peer: str, payload: bytes) -> None:
+        """Send a notification."""
+        with _translated(Reason.PEER_LOST, "the notification could not be sent", peer=peer):
+            self._agent.send_notif(peer, payload)
+
     def notifications(self) -> Sequence[tuple[str, bytes]]:
         """Drive progress and take what arrived."""
         with _translated(Reason.INTERNAL, "notifications could not be read"):

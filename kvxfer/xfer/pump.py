@@ -104,6 +104,9 @@ class Driver(Protocol):
     def release(self, handle: Any) -> None:
         """Free a request; raises where the library has not let go of it yet."""
 
+    def notify(self, peer: str, payload: bytes) -> None:
+        """Send a notification that belongs to no request."""
+
     def notifications(self) -> Sequence[tuple[str, bytes]]:
         """Drive progress; what arrived since the last call, as (peer, payload)."""
 

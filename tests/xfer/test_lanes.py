@@ -1,0 +1,204 @@
+"""Several engines that act as one, over the loopback driver with scripted faults."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import pytest_asyncio
+
+from kvxfer.core.errors import KvxferError, Reason
+from kvxfer.xfer.api import MemoryKind, Peer, Read, ReadState, Rows, Span, TransferEngine
+from kvxfer.xfer.engine import EngineSettings
+from kvxfer.xfer.lanes import LanedEngine
+from kvxfer.xfer.loopback import Fabric, LoopbackEngine
+from tests.xfer.waiting import until
+
+DRAM = MemoryKind.DRAM
+BLOCK, COUNT = 64, 32
+#: Reads of more than three blocks are split.
+SPLIT = 4 * BLOCK
+
+
+@dataclass
+class World:
+    """A reader of two lanes and a source with 32 blocks of 64 bytes, joined and prepared."""
+
+    fabric: Fabric
+    lanes: list[LoopbackEngine]
+    reader: LanedEngine
+    source: LoopbackEngine
+    into: npt.NDArray[np.uint8]
+    data: npt.NDArray[np.uint8]
+    notes: list[tuple[str, bytes]]
+    peer: Peer
+    local: Rows
+    remote: Rows
+
+    async def make(self, count: int, note: bytes = b"", *, now: bool = True) -> Read:
+        """A read of the first ``count`` blocks, scattered on the source's side."""
+        here = np.arange(count, dtype=np.int32)
+        return await self.reader.make_read(self.local, here, self.remote, here[::-1].copy(), note, now=now)
+
+    def expected(self, count: int) -> npt.NDArray[np.uint8]:
+        """What the reader's memory must be after such a read."""
+        memory = np.zeros_like(self.into)
+        blocks = self.data.reshape(COUNT, BLOCK)[:count][::-1]
+        memory[: count * BLOCK] = blocks.ravel()
+        return memory
+
+    async def posted(self) -> list[int]:
+        """Requests posted in each lane."""
+        return [(await lane.info()).counters.posted for lane in self.lanes]
+
+
+@pytest_asyncio.fixture
+async def world() -> AsyncIterator[World]:
+    fabric = Fabric()
+    notes: list[tuple[str, bytes]] = []
+    settings = EngineSettings(warm_up=0.0, drain=0.2)
+    lanes = [LoopbackEngine(name, fabric, settings=settings) for name in ("reader", "reader/lane1")]
+    reader = LanedEngine(lanes, split_bytes=SPLIT)
+    source = LoopbackEngine("source", fabric, lambda peer, payload: notes.append((peer, payload)))
+    into = np.zeros(BLOCK * COUNT, dtype=np.uint8)
+    data = np.random.default_rng(1).integers(1, 256, BLOCK * COUNT, dtype=np.uint8)
+    await reader.start()
+    await source.start()
+    await reader.register([Span(into.ctypes.data, into.nbytes)])
+    span = Span(data.ctypes.data, data.nbytes)
+    await source.register([span])
+    peer = await reader.add_peer(await source.metadata(), "source", spans=[span])
+    rows = np.array([[into.ctypes.data, BLOCK, 0, BLOCK, COUNT]], dtype=np.uint64)
+    local = await reader.prepare_local(rows, DRAM, peer)
+    rows[0, 0] = data.ctypes.data
+    remote = await reader.prepare_remote(rows, DRAM, peer)
+    yield World(fabric, lanes, reader, source, into, data, notes, peer, local, remote)
+    fabric.let_go()
+    await reader.close()
+    await source.close()
+
+
+def conforms(engine: LanedEngine) -> TransferEngine:
+    return engine
+
+
+async def test_a_large_read_is_split_and_told_once(world: World) -> None:
+    with world.source.serving():
+        read = await world.make(9, b"done")
+        result = await world.reader.post(read)
+        await until(lambda: world.notes, 5.0)
+    assert np.array_equal(world.into, world.expected(9))
+    assert (result.bytes, result.telemetry and result.telemetry.bytes) == (9 * BLOCK, 9 * BLOCK)
+    assert (read.bytes, read.descriptors, read.state) == (9 * BLOCK, 9, ReadState.DONE)
+    assert await world.posted() == [1, 1]
+    assert world.notes == [("reader", b"done")]
+
+
+async def test_parts_are_consecutive_and_about_equal(world: World) -> None:
+    read = await world.make(9)
+    sizes = [part.bytes for _, part in read.parts]  # type: ignore[attr-defined]
+    assert sizes == [4 * BLOCK, 5 * BLOCK]
+    await world.reader.release(read)
+
+
+async def test_no_notice_before_the_last_part_is_done(world: World) -> None:
+    """Both parts are under way: nobody may be told yet."""
+    with world.source.serving():
+        read = await world.make(8, b"done")
+        world.fabric.hold()
+        waiting = world.reader.submit(read)
+        await until(lambda: all(lane_read.state is ReadState.POSTED for _, lane_read in read.parts), 5.0)  # type: ignore[attr-defined]
+        assert (world.notes, waiting.done(), read.is_quiesced) == ([], False, False)
+        world.fabric.let_go()
+        await waiting
+        await until(lambda: world.notes, 5.0)
+    assert world.notes == [("reader", b"done")]
+
+
+async def test_small_reads_go_beside_a_large_one(world: World) -> None:
+    world.fabric.hold()
+    first = world.reader.submit(await world.make(3))
+    second = world.reader.submit(await world.make(2))
+    third = world.reader.submit(await world.make(1))
+    world.fabric.let_go()
+    await asyncio.gather(first, second, third)
+    assert await world.posted() == [1, 2]  # 3 blocks in one lane, 2 and 1 in the other
+
+
+async def test_one_part_that_fails_fails_the_whole(world: World) -> None:
+    read = await world.make(8)
+    world.fabric.fail_post(2)
+    with pytest.raises(KvxferError) as caught:
+        await world.reader.post(read)
+    assert caught.value.reason is Reason.TRANSFER_FAILED
+    await read.quiesced
+    assert read.state is ReadState.FAILED
+    await world.reader.release(read)
+
+
+async def test_a_cancelled_wait_drains_in_every_lane(world: World) -> None:
+    read = await world.make(8)
+    world.fabric.hold()
+    task = asyncio.ensure_future(world.reader.post(read))
+    await until(lambda: world.fabric.posts == 2, 5.0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert (read.state, read.is_quiesced) == (ReadState.POSTED, False)
+    with pytest.raises(KvxferError) as caught:
+        await world.reader.release(read)
+    assert caught.value.reason is Reason.TRANSFER_STATE
+    with pytest.raises(KvxferError):
+        await world.reader.remove_peer(world.peer)
+    world.fabric.let_go()
+    await read.quiesced
+    assert read.is_quiesced
+
+
+async def test_a_peer_that_one_lane_cannot_add_is_added_in_none(world: World) -> None:
+    span = world.peer.spans[0]
+    other = LoopbackEngine("other", world.fabric)
+    await other.start()
+    await other.register([span])
+    metadata = await other.metadata()
+    await world.lanes[1].add_peer(metadata, "other", spans=[span])
+    with pytest.raises(KvxferError):
+        await world.reader.add_peer(metadata, "other", spans=[span])
+    assert [(await lane.info()).peers for lane in world.lanes] == [1, 2]
+    await other.close()
+
+
+async def test_lists_are_given_back_in_every_lane(world: World) -> None:
+    await world.reader.release_rows(world.local)
+    await world.reader.release_rows(world.remote)
+    await world.reader.release_rows(world.remote)
+    assert [(await lane.info()).rows for lane in world.lanes] == [0, 0]
+    with pytest.raises(KvxferError) as caught:
+        await world.make(8)
+    assert caught.value.reason is Reason.NO_HANDSHAKE
+    await world.reader.remove_peer(world.peer)
+    assert [(await lane.info()).peers for lane in world.lanes] == [0, 0]
+
+
+@pytest.mark.parametrize("count", [2, 8])
+async def test_a_read_may_be_made_where_it_is_posted(world: World, count: int) -> None:
+    with world.source.serving():
+        read = await world.make(count, b"note", now=False)
+        assert [(await lane.info()).counters.made for lane in world.lanes] == [0, 0]
+        await world.reader.post(read)
+        await until(lambda: world.notes, 5.0)
+    assert np.array_equal(world.into, world.expected(count))
+    assert sum([(await lane.info()).counters.made for lane in world.lanes]) == len(read.parts)  # type: ignore[attr-defined]
+
+
+async def test_a_read_that_was_never_made_is_dropped_without_a_trace(world: World) -> None:
+    read = await world.make(8, now=False)
+    await world.reader.release(read)
+    await read.quiesced
+    assert [(await lane.info()).reads for lane in world.lanes] == [0, 0]
+    await world.reader.release_rows(world.local)
+    assert [(await lane.info()).rows for lane in world.lanes] == [1, 1]
