@@ -130,24 +130,28 @@ def resolve(plan: Plan, request: Request, limit: int = DESCRIPTOR_LIMIT) -> Read
     local = _side("local", request.local, frozenset(plan.layout.index))
     remote = _side("remote", request.remote, plan.remote_groups)
     _check_ids(local, plan.layout)
-    claims: set[int] = set()
-    sources = []
+    reads = [list(_sections(plan, source, local, remote)) for source in plan.sources]
+    # Everything about the range first: a null block is told of only where it really would have been read.
+    ranges = [[s.range(skip_tokens, num_tokens) for s in sections] for sections in reads]
     budget = _Budget(limit, limit)
-    for source in plan.sources:
-        _check_ids(remote, source.layout)
-        sections = [
-            _SectionRead(
-                section,
-                _End(local, plan.layout, section.local_group),
-                _End(remote, source.layout, section.remote_group),
-            )
-            for section in source.sections
-        ]
-        pieces = [p for s in sections for p in s.pieces(skip_tokens, num_tokens, budget)]
+    claims: set[int] = set()
+    found = []
+    for source, sections, bounds in zip(plan.sources, reads, ranges, strict=True):
+        pieces = [p for s, (skip, end) in zip(sections, bounds, strict=True) for p in s.pieces(skip, end, budget)]
         for piece in pieces:
             claims.update(piece.claims(plan.layout.pools).tolist())
-        sources.append(_source_read(plan, source, pieces))
-    return Read(tuple(sources), np.array(sorted(claims), dtype=np.int64))
+        found.append(_source_read(plan, source, pieces))
+    return Read(tuple(found), np.array(sorted(claims), dtype=np.int64))
+
+
+def _sections(plan: Plan, source: SourcePlan, local: _Side, remote: _Side) -> Iterator[_SectionRead]:
+    _check_ids(remote, source.layout)
+    for section in source.sections:
+        yield _SectionRead(
+            section,
+            _End(local, plan.layout, section.local_group),
+            _End(remote, source.layout, section.remote_group),
+        )
 
 
 def check_blocks(layout: CacheLayout, lists: Sequence[BlockList], name: str = "") -> None:
@@ -370,15 +374,12 @@ class _SectionRead:
     remote: _End
 
     def pieces(self, skip: int, end: int, budget: _Budget) -> Iterator[_Piece]:
-        """What to read of this section for tokens ``[skip, end)``, or for the snapshot of ``end`` tokens."""
+        """What to read of this section for tokens ``[skip, end)`` of :meth:`range`, or the snapshot of ``end``."""
         if self.section.kind is GroupKind.STATE:
             tier = self.section.tiers[0]
             budget.spend(len(tier.lengths))
             yield _Piece(self.section, tier, self.local.snapshot(end), self.remote.snapshot(end))
             return
-        skip, end = self._range(skip, end)
-        self.local.check_cover(skip, end)
-        self.remote.check_cover(skip, end)
         for tier, begin, stop in self._spans(skip, end):
             if begin >= stop:
                 continue
@@ -391,8 +392,10 @@ class _SectionRead:
             order = np.lexsort((here.parts, here.kernels, here.blocks))
             yield _Piece(self.section, tier, _taken(here, order), _taken(there, order))
 
-    def _range(self, skip: int, end: int) -> tuple[int, int]:
-        """The group's own range, checked against the granule."""
+    def range(self, skip: int, end: int) -> tuple[int, int]:
+        """The group's own range, checked against the granule and against what both sides' blocks hold."""
+        if self.section.kind is GroupKind.STATE:
+            return skip, end
         blocks, name, granule = self.local.blocks, self.local.group.name, self.section.granule
         where = "skip_tokens"
         if blocks.skip_tokens is not None:
@@ -411,6 +414,8 @@ class _SectionRead:
             )
         if skip > end:
             raise _range(where, f"group {name}: skip_tokens {skip} is past num_tokens {end}", group=name, value=skip)
+        self.local.check_cover(skip, end)
+        self.remote.check_cover(skip, end)
         return skip, end
 
     def _spans(self, skip: int, end: int) -> list[tuple[Tier, int, int]]:
