@@ -18,8 +18,9 @@ import numpy.typing as npt
 from kvxfer.core.layout import CacheLayout, GroupKind, Rank
 from kvxfer.core.pairing import PairingOptions
 from kvxfer.core.resolve import BlockList
-from kvxfer.memory.handles import Handle
+from kvxfer.memory.handles import Address, Handle, Owned, OwnedBacking
 from kvxfer.pb import transfer_pb2 as pb
+from kvxfer.wire.handles import handle_from_pb
 from kvxfer.wire.requests import PublishBlocks, RegisterCache, Target, publish_to_pb, register_to_pb, spec_to_pb
 from kvxfer.wire.tickets import Ticket, TicketRank
 from kvxfer_client.memory import SharedRegion
@@ -64,11 +65,52 @@ class SharedRegions:
     def files(cls, directory: Path, name: str, layout: CacheLayout) -> SharedRegions:
         return cls(SharedRegion.create_file(directory / f"{name}.{i}", r.size) for i, r in enumerate(layout.regions))
 
+    @classmethod
+    def memfds(cls, _directory: Path, _name: str, layout: CacheLayout) -> SharedRegions:
+        return cls(SharedRegion.create_memfd(r.size) for r in layout.regions)
+
+    @classmethod
+    def posix_shm(cls, _directory: Path, _name: str, layout: CacheLayout) -> SharedRegions:
+        return cls(SharedRegion.create_shm(r.size) for r in layout.regions)
+
     def close(self) -> None:
         self.arrays.clear()
         for region in self._made:
             region.close()
             region.unlink()
+
+
+class OwnedRegions:
+    """Memory that the sidecar makes; mapped here once it has said where it is."""
+
+    def __init__(self, layout: CacheLayout, backing: OwnedBacking) -> None:
+        self.handles: tuple[Handle, ...] = tuple(Owned(r.size, backing) for r in layout.regions)
+        self.arrays: list[Bytes] = []
+        self.mapped: list[Handle] = []
+        self._regions: list[SharedRegion] = []
+
+    def map(self, registered: pb.RegisterCacheResponse) -> None:
+        """Map what RegisterCache has answered."""
+        assert [e.region for e in registered.exported] == list(range(len(self.handles)))
+        self.mapped = [handle_from_pb(e.handle, "handle") for e in registered.exported]
+        self._regions = [SharedRegion.map(handle) for handle in self.mapped]
+        self.arrays = [r.numpy(np.uint8, (r.size,)) for r in self._regions]
+
+    def close(self) -> None:
+        self.arrays.clear()
+        for region in self._regions:
+            region.close()
+
+
+class ArrayRegions:
+    """Plain arrays of this process, for an embedded sidecar."""
+
+    def __init__(self, layout: CacheLayout) -> None:
+        self.arrays: list[Bytes] = [np.zeros(r.size, np.uint8) for r in layout.regions]
+        self.handles: tuple[Handle, ...] = tuple(Address(a.ctypes.data, a.nbytes) for a in self.arrays)
+
+    def close(self) -> None:
+        """The arrays stay until nobody uses them."""
 
 
 class Member:

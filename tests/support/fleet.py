@@ -6,15 +6,18 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
+from typing import Protocol
 
 from kvxfer.core.layout import CacheLayout, Rank
 from kvxfer.core.pairing import PairingOptions
 from kvxfer.pb import transfer_pb2 as pb
+from kvxfer.pb import transfer_pb2_grpc
 from kvxfer.wire.requests import handshake_to_pb
 from kvxfer.wire.tickets import Ticket
 from tests.support.engines import (
     ANY_ORDER,
     Member,
+    OwnedRegions,
     Regions,
     SharedRegions,
     block_lists,
@@ -24,12 +27,20 @@ from tests.support.engines import (
     read_request,
     registration,
 )
-from tests.support.processes import SidecarProcess
 from tests.truth import Blocks, Labels, Want
 
 _numbers = itertools.count()
 
 MakeRegions = Callable[[Path, str, CacheLayout], Regions]
+
+
+class Worker(Protocol):
+    """A sidecar as its engine sees it."""
+
+    @property
+    def directory(self) -> Path: ...
+    @property
+    def stub(self) -> transfer_pb2_grpc.KvTransferStub: ...
 
 
 class Engine:
@@ -39,7 +50,7 @@ class Engine:
         self,
         letter: str,
         members: Sequence[tuple[Rank, CacheLayout]],
-        processes: Sequence[SidecarProcess],
+        processes: Sequence[Worker],
         labels: Labels,
         make_regions: MakeRegions = SharedRegions.files,
     ) -> None:
@@ -55,6 +66,8 @@ class Engine:
         for member, process in zip(self.members, self.processes, strict=False):
             request = registration(self.engine_id, member, replace=replace)
             member.registered = process.stub.RegisterCache(request, timeout=30)
+            if isinstance(member.regions, OwnedRegions):
+                member.regions.map(member.registered)
             member.write()
         return self
 

@@ -1,0 +1,248 @@
+"""Who dies, and what the others see: never a hang, always a clear error, and the next read works.
+
+Reads are caught in the middle by stopping P's sidecar (over TCP nothing moves without it), never by timing.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import grpc
+import pytest
+
+from kvxfer.core.errors import KvxferError, Reason
+from kvxfer.core.layout import Axis, AxisKind, CacheLayout, Component, Group, GroupKind, Rank, Region, UnitRange, View
+from kvxfer.pb import transfer_pb2 as pb
+from kvxfer.wire.status import from_rpc_error
+from tests.support.engines import block_lists, make_lists, read_request
+from tests.support.fleet import Engine
+from tests.support.processes import SidecarProcess, sidecars, until
+from tests.truth import Labels, Want
+
+TOKENS = 16 * 24
+KV = Component(
+    "kv",
+    "bfloat16",
+    2,
+    (Axis(AxisKind.UNIT, 2), Axis(AxisKind.TOKEN, 16), Axis(AxisKind.INNER, 128)),
+    UnitRange(0, 2, 2),
+)
+BLOCK = KV.data_bytes
+
+
+def layout(blocks: int = 64) -> CacheLayout:
+    views = tuple(View(f"l{i}", i, 0, BLOCK, blocks, (KV,)) for i in range(2))
+    return CacheLayout(
+        tuple(Region(blocks * BLOCK) for _ in views), (Group("attention", GroupKind.ATTENTION, views, 16),)
+    )
+
+
+@pytest.fixture
+def four() -> Iterator[list[SidecarProcess]]:
+    """Two P and two D sidecars over TCP, where a read needs the target's help; tests may kill any of them."""
+    with sidecars(["p", "p2", "d", "d2"], environment={"UCX_TLS": "tcp"}) as processes:
+        yield processes
+
+
+def engine(letter: str, process: SidecarProcess, labels: Labels) -> Engine:
+    return Engine(letter, [(Rank(), layout())], [process], labels).register()
+
+
+def read(d: Engine, p: Engine, *, seed: int = 1, timeout: float = 20) -> pb.Transfer:
+    """A whole read, every byte compared."""
+    p_lists, _ = make_lists(p.groups, TOKENS, seed)
+    d_lists, _ = make_lists(d.groups, TOKENS, seed + 1)
+    p.hold(p_lists)
+    return d.read(0, p, p.ticket(p_lists, TOKENS), d_lists, {"attention": Want(0, TOKENS)}, timeout=timeout)
+
+
+def request(d: Engine, p: Engine, *, wait: bool = True, transfer_id: str = "") -> pb.ReadBlocksRequest:
+    p_lists, _ = make_lists(p.groups, TOKENS, 1)
+    d_lists, _ = make_lists(d.groups, TOKENS, 2)
+    ticket = p.ticket(p_lists, TOKENS)
+    return read_request(d.engine_id, ticket, block_lists(d.groups, d_lists), wait=wait, transfer_id=transfer_id)
+
+
+def refused(d: Engine, message: pb.ReadBlocksRequest, *, within: float = 20) -> KvxferError:
+    """The error of a read, which must come in time."""
+    began = time.monotonic()
+    with pytest.raises(grpc.RpcError) as caught:
+        d.processes[0].stub.ReadBlocks(message, timeout=within)
+    assert time.monotonic() - began < within, "the call ran into the caller's own deadline"
+    return from_rpc_error(caught.value)
+
+
+@contextmanager
+def stopped(process: SidecarProcess) -> Iterator[None]:
+    """SIGSTOP, and SIGCONT at the end if it still lives."""
+    os.kill(process.pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        if process.process.poll() is None:
+            os.kill(process.pid, signal.SIGCONT)
+
+
+def transfer_of(d: Engine, transfer_id: str) -> pb.Transfer:
+    query = pb.GetTransferRequest(engine_id=d.engine_id, transfer_id=transfer_id)
+    return d.processes[0].stub.GetTransfer(query, timeout=10).transfer
+
+
+GONE = (Reason.PEER_LOST, Reason.PEER_UNREACHABLE)
+
+
+def test_p_sidecar_killed_before_the_handshake(four: list[SidecarProcess]) -> None:
+    labels = Labels()
+    p, p2, d = engine("p", four[0], labels), engine("p2", four[1], labels), engine("d", four[2], labels)
+    message = request(d, p)
+    four[0].kill()
+    assert refused(d, message).reason in GONE
+    read(d, p2)
+
+
+def test_p_sidecar_killed_after_the_handshake_and_restarted(four: list[SidecarProcess]) -> None:
+    labels = Labels()
+    p, p2, d = engine("p", four[0], labels), engine("p2", four[1], labels), engine("d", four[2], labels)
+    read(d, p)
+    old = request(d, p)
+    four[0].kill()
+    assert refused(d, old).reason in GONE
+    read(d, p2)
+    four[0].start()
+    four[0].ready()
+    p.register()
+    assert refused(d, old).reason in (Reason.STALE_INCARNATION, *GONE)  # the old one's port may be nobody's
+    read(d, p, seed=5)
+
+
+def test_p_sidecar_killed_in_the_middle_of_a_read(four: list[SidecarProcess]) -> None:
+    labels = Labels()
+    p, p2, d = engine("p", four[0], labels), engine("p2", four[1], labels), engine("d", four[2], labels)
+    read(d, p)
+    with stopped(four[0]):
+        d.processes[0].stub.ReadBlocks(request(d, p, wait=False, transfer_id="caught"), timeout=10)
+        assert transfer_of(d, "caught").state == pb.TRANSFER_STATE_POSTED
+        busy = refused(d, request(d, p2))
+        assert busy.reason is Reason.LOCAL_BLOCK_BUSY
+        four[0].kill()
+    until(lambda: transfer_of(d, "caught").state == pb.TRANSFER_STATE_FAILED, 20, "the failure")
+    ended = transfer_of(d, "caught")
+    assert ended.quiesced
+    assert ended.error.message
+    read(d, p2)
+
+
+def test_a_stopped_p_runs_into_the_deadline_and_drains(four: list[SidecarProcess]) -> None:
+    labels = Labels()
+    p, d = engine("p", four[0], labels), engine("d", four[2], labels)
+    read(d, p)
+    message = request(d, p, transfer_id="slow")
+    message.timeout.FromMilliseconds(500)
+    with stopped(four[0]):
+        error = refused(d, message, within=10)
+        assert error.reason is Reason.DEADLINE_EXCEEDED
+        assert error.metadata["quiesced"] == "false"
+        assert transfer_of(d, "slow").state == pb.TRANSFER_STATE_DRAINING
+        busy = refused(d, request(d, p))
+        assert busy.reason is Reason.LOCAL_BLOCK_BUSY
+    until(lambda: transfer_of(d, "slow").quiesced, 20, "quiescence")
+    assert transfer_of(d, "slow").state == pb.TRANSFER_STATE_FAILED
+    read(d, p, seed=7)
+
+
+def test_d_sidecar_killed_in_the_middle_of_a_read(four: list[SidecarProcess]) -> None:
+    labels = Labels()
+    p, d, d2 = engine("p", four[0], labels), engine("d", four[2], labels), engine("d2", four[3], labels)
+    read(d, p)
+    call = d.processes[0].stub.ReadBlocks.future
+    with stopped(four[0]):
+        waiting = call(request(d, p, transfer_id="caught"), timeout=30)
+        until(lambda: transfer_of(d, "caught").state == pb.TRANSFER_STATE_POSTED, 10, "posting")
+        four[2].kill()
+        with pytest.raises(grpc.RpcError) as caught:
+            waiting.result(timeout=20)
+        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+    # UCX may abort a target that was stopped while its reader died; then it is restarted and registered again.
+    if four[0].process.poll() is None:
+        try:
+            four[0].status()
+        except grpc.RpcError:
+            four[0].process.wait(10)
+    if four[0].process.poll() is not None:
+        four[0].start()
+        four[0].ready()
+        p.register()
+    read(d2, p, seed=3)
+
+
+_ENGINE = """
+import sys
+import numpy as np
+from kvxfer.pb import transfer_pb2 as pb, transfer_pb2_grpc
+import grpc
+stub = transfer_pb2_grpc.KvTransferStub(grpc.insecure_channel(sys.argv[1]))
+message = pb.{kind}.FromString(sys.stdin.buffer.read())
+stub.{call}(message, timeout=60)
+print("done", flush=True)
+sys.stdin.close()
+import signal
+signal.pause()
+"""
+
+
+def engine_process(process: SidecarProcess, call: str, message: bytes) -> subprocess.Popen[bytes]:
+    """An engine of its own process, which makes one call and then lives on."""
+    code = _ENGINE.format(kind=f"{call}Request", call=call)
+    command = [sys.executable, "-c", code, f"unix:{process.socket}"]
+    child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert child.stdin is not None
+    child.stdin.write(message)
+    child.stdin.close()
+    return child
+
+
+def test_d_engine_killed_in_the_middle_of_its_read(four: list[SidecarProcess]) -> None:
+    """The transfer is the sidecar's: it ends as if nothing had happened."""
+    labels = Labels()
+    p, d = engine("p", four[0], labels), engine("d", four[2], labels)
+    read(d, p)
+    with stopped(four[0]):
+        message = request(d, p, transfer_id="orphan").SerializeToString()
+        with engine_process(four[2], "ReadBlocks", message) as child:
+            until(lambda: four[2].status().counts.posted == 1, 20, "posting")
+            child.kill()
+    until(lambda: transfer_of(d, "orphan").state == pb.TRANSFER_STATE_DONE, 20, "the end of the read")
+    read(d, p, seed=9)
+
+
+def test_p_engine_killed_after_registering(four: list[SidecarProcess]) -> None:
+    """The memory is the sidecar's as well: what was published can still be read."""
+    from tests.support.engines import registration
+
+    labels = Labels()
+    p, d = Engine("p", [(Rank(), layout())], [four[0]], labels), engine("d", four[2], labels)
+    with engine_process(four[0], "RegisterCache", registration(p.engine_id, p.members[0]).SerializeToString()) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == b"done\n"
+        child.kill()
+    p.register()  # the same content again: the registration that the dead engine has left
+    read(d, p)
+
+
+def test_an_idle_sidecar_costs_nothing(four: list[SidecarProcess]) -> None:
+    """Registered, connected, and nothing to do: under 1 % of a core, on either side."""
+    labels = Labels()
+    p, d = engine("p", four[0], labels), engine("d", four[2], labels)
+    read(d, p)
+    time.sleep(2.5)  # not to wait for anything: the second after a handshake is polled without pause
+    before, began = [x.cpu_seconds() for x in four], time.monotonic()
+    time.sleep(8)  # the measurement itself
+    spent, elapsed = [x.cpu_seconds() for x in four], time.monotonic() - began
+    shares = [(b - a) / elapsed for a, b in zip(before, spent, strict=True)]
+    assert max(shares) < 0.01, shares
