@@ -220,7 +220,7 @@ class PumpedEngine:
             peer = self._peers[name] = Peer(name, next(self._ids), spans)
         finally:
             self._adding.discard(name)
-        pump.adjust(connected=1)
+        pump.adjust(peers=1)
         try:
             seconds = await self._warm_up(peer)
         except BaseException:
@@ -292,7 +292,7 @@ class PumpedEngine:
         pump = self._running
         if pump is None or self._peers.pop(peer.name, None) is None:
             return
-        pump.adjust(connected=-1)
+        pump.adjust(peers=-1)
         if self._state != "open":
             return
         for read in self._reads_of(peer):

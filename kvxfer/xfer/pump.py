@@ -39,6 +39,8 @@ from kvxfer.xfer.api import (
 
 _log = logging.getLogger(__name__)
 
+#: Between two polls where this side only reads and nothing is under way, seconds: errors of connections are heard of.
+_ACQUAINTED: Final = 0.1
 #: Commands taken between two polls, so that a burst of them does not starve the requests in flight.
 _BURST: Final = 32
 
@@ -186,6 +188,7 @@ class Pump:
         self._wakeup_pending = False
         self._spinning = 0
         self._connected = 0
+        self._peers = 0
         self._posted: list[Job] = []
         self._lingering: list[Job] = []  # settled, but the library would not free them yet
         self._last_event = 0.0
@@ -236,10 +239,11 @@ class Pump:
         """Have the thread post a request and see it through."""
         self._commands.put(lambda: self._post(job))
 
-    def adjust(self, *, spinning: int = 0, connected: int = 0) -> None:
-        """Change how many reasons there are to spin, and to poll now and then."""
+    def adjust(self, *, spinning: int = 0, connected: int = 0, peers: int = 0) -> None:
+        """Change how many reasons there are to spin, to poll every few milliseconds, and to poll now and then."""
         self._spinning += spinning
         self._connected += connected
+        self._peers += peers
         self._commands.put(_nothing)  # the thread may be asleep
 
     async def stop(self) -> None:
@@ -261,7 +265,7 @@ class Pump:
     def _run(self) -> None:
         while not self._stopping:
             self._take(self._patience())
-            if self._posted or self._lingering or self._spinning > 0 or self._connected > 0:
+            if self._posted or self._lingering or self._spinning > 0 or self._connected > 0 or self._peers > 0:
                 self._poll()
             self._flush()
         try:
@@ -286,7 +290,9 @@ class Pump:
     def _patience(self) -> float | None:
         """How long to wait for a command before the next poll; None: until one comes."""
         if not (self._posted or self._lingering or self._spinning > 0):
-            return self._settings.interval if self._connected > 0 else None
+            if self._connected > 0:
+                return self._settings.interval
+            return _ACQUAINTED if self._peers > 0 else None
         quiet = time.perf_counter() - self._last_event
         if quiet < self._settings.spin:
             return 0.0

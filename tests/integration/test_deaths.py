@@ -163,7 +163,7 @@ def test_d_sidecar_killed_in_the_middle_of_a_read(four: list[SidecarProcess]) ->
     call = d.processes[0].stub.ReadBlocks.future
     with stopped(four[0]):
         waiting = call(request(d, p, transfer_id="caught"), timeout=30)
-        until(lambda: transfer_of(d, "caught").state == pb.TRANSFER_STATE_POSTED, 10, "posting")
+        until(lambda: four[2].status().counts.posted == 1, 10, "posting")
         four[2].kill()
         with pytest.raises(grpc.RpcError) as caught:
             waiting.result(timeout=20)
