@@ -62,14 +62,14 @@ class SidecarProcess:
         self.name = name
         self.socket = directory / f"{name}.sock"
         self.log_path = directory / f"{name}.log"
-        self._settings = dict(settings or {})
+        self.settings = dict(settings or {})
         self._environment = dict(environment or {})
         self._channels: list[grpc.Channel] = []
         self.start()
 
     def start(self) -> None:
         """Start it, also again after it has ended."""
-        flags = {"log_format": "json", "log_level": "info", **self._settings}
+        flags = {"log_format": "json", "log_level": "info", **self.settings}
         command = [
             *(sys.executable, "-c", _MAIN.format(parent=os.getpid()), "serve"),
             *("--engine-socket", str(self.socket), "--memory-directory", str(self.directory)),
