@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
+from kvxfer.config import Settings
 from kvxfer.core.layout import Rank
 from tests.support.fleet import Engine
 from tests.support.loopback import small_layout, small_lists
@@ -19,13 +21,40 @@ WINDOW = float(os.environ.get("KVXFER_TEST_IDLE", "10"))
 
 def shares(processes: Sequence[SidecarProcess], seconds: float) -> list[float]:
     """The share of a core that each process uses."""
-    began, before = time.monotonic(), [p.cpu_seconds() for p in processes]
+    return [share for share, _ in observe(processes, seconds)]
+
+
+def observe(processes: Sequence[SidecarProcess], seconds: float) -> list[tuple[float, float]]:
+    """Of each process the share of a core that it uses, and how often a second one of its threads wakes up."""
+
+    def now() -> list[tuple[float, int]]:
+        return [(p.cpu_seconds(), wakes(p.pid)) for p in processes]
+
+    began, before = time.monotonic(), now()
     time.sleep(seconds)  # the time is what is measured, nothing is waited for
     passed = time.monotonic() - began
-    return [(p.cpu_seconds() - b) / passed for p, b in zip(processes, before, strict=True)]
+    return [((c - c0) / passed, (w - w0) / passed) for (c, w), (c0, w0) in zip(now(), before, strict=True)]
 
 
-def test_idle_sidecars_cost_less_than_a_hundredth_of_a_core() -> None:
+def wakes(pid: int) -> int:
+    """How often the threads of a process have gone to sleep."""
+    found = 0
+    for status in Path(f"/proc/{pid}/task").glob("*/status"):
+        line = next(x for x in status.read_text().splitlines() if x.startswith("voluntary_ctxt_switches"))
+        found += int(line.split()[1])
+    return found
+
+
+def charge() -> float:
+    """What this machine charges for waking up at the rate of P, whatever is done then, as a share of a core."""
+    interval = Settings.load().poll_interval
+    began, before = time.monotonic(), time.process_time()
+    while time.monotonic() - began < 1:
+        time.sleep(interval)
+    return (time.process_time() - before) / (time.monotonic() - began)
+
+
+def test_idle_sidecars_cost_next_to_nothing() -> None:
     """One that is registered only, one that reads, one that is read from: connected, and nothing under way."""
     labels = Labels()
     one = [(Rank(), small_layout())]
@@ -41,10 +70,19 @@ def test_idle_sidecars_cost_less_than_a_hundredth_of_a_core() -> None:
         d.read(0, p, ticket, lists, {g.name: Want(0, TOKENS) for g in d.groups})
         # P polls without pause for a moment after it has met a reader.
         until(lambda: max(shares([p_side, d_side], 0.25)) < 0.05, 10, "calm")
-        found = dict(zip(("alone", "p", "d"), shares([alone, p_side, d_side], WINDOW), strict=True))
-        print({name: f"{share:.2%}" for name, share in found.items()})
-        assert max(found.values()) < 0.01, found
-        assert found["alone"] < 0.005, found
+        found = dict(zip(("alone", "p", "d"), observe([alone, p_side, d_side], WINDOW), strict=True))
+        machine = charge()
+        print(
+            {n: f"{s:.2%}, {w:.0f} wakes/s" for n, (s, w) in found.items()}, f"an empty wake at P's rate: {machine:.2%}"
+        )
+        assert found["alone"][0] < 0.005
+        assert found["d"][0] < 0.01
+        # A virtual machine charges 30 to 60 us for a wake-up, and finds its caches cold: more than P's work itself.
+        assert found["p"][0] < 0.01 + 2 * machine
+        # What does not depend on the machine: P wakes up for its polls, and hardly anybody for anything else.
+        assert found["alone"][1] < 60
+        assert found["d"][1] < 100
+        assert found["p"][1] < 1 / Settings.load().poll_interval + 100
         # It is still connected, and wakes up at once.
         assert len(p_side.status().peers) == len(d_side.status().peers) == 1
         d.read(0, p, ticket, lists, {g.name: Want(0, TOKENS) for g in d.groups})
