@@ -1,14 +1,14 @@
 """ReadBlocks against the raw NIXL READ of the same descriptors, over the same memory, in turn.
 
-Two sidecars of their own processes serve one shared cache each.  The raw pair maps the very same files: a target process
-on P's, this process on D's, with the rows and index arrays that kvxfer's own plan and resolve give.  Each round does one
-of each; what counts is the ratio within a round, so a machine that speeds up or slows down changes nothing.
+Two sidecars of their own processes serve one shared cache each.  The raw pair maps the very same files: a target
+process on P's, this process on D's, with the rows and index arrays that kvxfer's own plan and resolve give.  Each round
+does one of each; what counts is the ratio within a round, so a machine that speeds up or slows down changes nothing.
 
     python benchmarks/read_blocks.py --mib 64 --block 65536 --rounds 60
     UCX_TLS=tcp python benchmarks/read_blocks.py ...
 
-The raw time is from the posting call until completion is seen; making the request is told apart.  The time of ReadBlocks
-is that of the whole call on the engine's socket: protobuf, validation, resolving, making, posting, moving, confirming.
+The raw time is from the posting call until completion is seen; making the request is told apart.  The time of
+ReadBlocks is that of the whole call on the engine's socket: protobuf, validation, resolving, making, posting, moving, confirming.
 """
 
 from __future__ import annotations

@@ -179,6 +179,17 @@ class Plan:
                     found[name] = int(np.lcm(found.get(name, 1), section.granule))
         return found
 
+    @cached_property
+    def most_per_block(self) -> int:
+        """A bound on the descriptors that one local block can come to."""
+        most = 1
+        for source in self.sources:
+            for section in source.sections:
+                size = self.layout.groups[section.local_group].block_tokens
+                units = size // section.granule if section.granule else 1
+                most = max(most, units * len(section.tiers[-1].lengths))
+        return most * max(1, len(self.sources))
+
     def costs(self) -> tuple[GroupCost, ...]:
         """Bytes and runs per granule and per coarsest unit, for each source and group."""
         costs = []

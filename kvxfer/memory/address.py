@@ -7,6 +7,7 @@ from typing import Final
 from kvxfer.core.errors import KvxferError, Reason
 from kvxfer.core.layout import MemoryKind
 from kvxfer.memory.handles import Address, Mappable
+from kvxfer.memory.mapping import MemoryIdentity
 from kvxfer.memory.oserrors import from_os_error
 from kvxfer.memory.policy import MemoryPolicy
 
@@ -15,6 +16,7 @@ class AddressRegion:
     """Memory that somebody else in this process owns: never mapped and never unmapped here."""
 
     def __init__(self, handle: Address) -> None:
+        self.identity: Final = MemoryIdentity((handle.kind.value, handle.device), handle.address, handle.size)
         self.address: Final = handle.address
         self.size: Final = handle.size
         self.kind: Final = handle.kind

@@ -21,6 +21,7 @@ from kvxfer.memory.handles import (
     Owned,
     PosixShm,
 )
+from kvxfer.memory.mapping import MemoryIdentity
 from kvxfer.memory.memfd import open_memfd
 from kvxfer.memory.owned import adopt_owned, create_owned, list_owned
 from kvxfer.memory.policy import MemoryPolicy
@@ -47,6 +48,10 @@ class MappedRegion(Protocol):
     @property
     def device(self) -> int:
         """Number of the GPU; 0 for host memory."""
+
+    @property
+    def identity(self) -> MemoryIdentity:
+        """Which bytes it really is, however it was named."""
 
     def export(self) -> Mappable | None:
         """What the engine maps, for memory that the sidecar created; None otherwise."""

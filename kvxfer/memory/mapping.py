@@ -17,6 +17,7 @@ import mmap as _mmap
 import os
 import stat
 import threading
+from dataclasses import dataclass
 from typing import Final
 
 from kvxfer.core.errors import KvxferError, Reason
@@ -50,6 +51,23 @@ def _os_error() -> OSError:
     return OSError(number, os.strerror(number))
 
 
+@dataclass(frozen=True, slots=True)
+class MemoryIdentity:
+    """Which bytes a region really is, however it was named: an object of the kernel, and the range in it.
+
+    Names and numbers are used again: a file that was removed and made anew has its old name and is another object.
+    """
+
+    object: tuple[int | str, ...]
+    offset: int
+    size: int
+
+    def meets(self, other: MemoryIdentity) -> bool:
+        """Whether the two share a byte."""
+        apart = self.offset >= other.offset + other.size or other.offset >= self.offset + self.size
+        return self.object == other.object and not apart
+
+
 class MappedMemory:
     """A mapping of host memory that :meth:`close` undoes.
 
@@ -61,7 +79,8 @@ class MappedMemory:
     kind: Final = MemoryKind.DRAM
     device: Final = 0
 
-    def __init__(self, base: int, length: int, skip: int, size: int) -> None:
+    def __init__(self, base: int, length: int, skip: int, size: int, identity: MemoryIdentity) -> None:
+        self.identity: Final = identity
         self.address: Final = base + skip
         self.size: Final = size
         self._base: Final = base
@@ -170,7 +189,8 @@ def map_file(fd: int, offset: int, size: int, *, field: str, what: str) -> Mappe
             offset=offset,
             size=size,
         ) from error
-    return MappedMemory(base, length, skip, size)
+    identity = MemoryIdentity((status.st_dev, status.st_ino), offset, size)
+    return MappedMemory(base, length, skip, size, identity)
 
 
 _FILE_TYPES: Final = {

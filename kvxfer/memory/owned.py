@@ -41,6 +41,7 @@ class OwnedRegion:
         handle: FileHandle | Memfd,
         remove: Callable[[], None] | None,
     ) -> None:
+        self.identity: Final = mapped.identity
         self.address: Final = mapped.address
         self.size: Final = mapped.size
         self._mapped: Final = mapped

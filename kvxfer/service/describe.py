@@ -12,7 +12,7 @@ from kvxfer.core.plan import GroupCost
 from kvxfer.pb import transfer_pb2 as pb
 from kvxfer.service.links import Link
 from kvxfer.service.registrations import Registration
-from kvxfer.service.transfers import Timings, Transfer
+from kvxfer.service.transfer import Timings, Transfer
 from kvxfer.wire.fields import duration
 from kvxfer.wire.layouts import GROUP_KINDS_OUT, rank_to_pb
 from kvxfer.wire.status import to_status
@@ -68,30 +68,29 @@ def _cost(cost: GroupCost) -> pb.GroupCost:
 
 def transfer_to_pb(registration: Registration, transfer: Transfer) -> pb.Transfer:
     """A transfer as it is now."""
-    spec = transfer.spec
     message = pb.Transfer(
         transfer_id=transfer.id,
         engine_id=registration.identity.engine_id,
-        remote_engine_id=spec.ticket.engine_id,
-        request_id=spec.ticket.request_id,
+        remote_engine_id=transfer.remote_engine_id,
+        request_id=transfer.request_id,
         state=STATES[transfer.state],
         quiesced=transfer.quiesced,
-        skip_tokens=spec.skip_tokens,
-        num_tokens=spec.num_tokens,
-        descriptors=transfer.resolved.descriptors,
+        skip_tokens=transfer.skip_tokens,
+        num_tokens=transfer.num_tokens,
+        descriptors=transfer.descriptors,
         bytes=transfer.bytes,
         timings=_timings(transfer.timings),
         create_time=_timestamp(transfer.created),
     )
-    for state, part in zip(transfer.sources, transfer.resolved.sources, strict=True):
+    for part in transfer.parts:
         source = message.sources.add(
             rank=rank_to_pb(part.rank),
-            incarnation=state.source.facts.incarnation,
+            incarnation=part.incarnation,
             descriptors=part.descriptors,
             bytes=part.bytes,
             groups=[pb.GroupBytes(group=g, bytes=n) for g, n in part.bytes_by_group.items()],
         )
-        if state.result is not None and (telemetry := state.result.telemetry) is not None:
+        if part.result is not None and (telemetry := part.result.telemetry) is not None:
             source.reported_bytes = telemetry.bytes
             source.reported_descriptors = telemetry.descriptors
     if transfer.error is not None:
@@ -135,8 +134,9 @@ def peers_to_pb(registration: Registration) -> list[pb.PeerStatus]:
     reads: dict[str, int] = {}
     for transfer in registration.transfers:
         if transfer.state is life.State.POSTED:
-            for state in transfer.sources:
-                reads[state.source.peer.name] = reads.get(state.source.peer.name, 0) + 1
+            for part in transfer.parts:
+                if part.source is not None:
+                    reads[part.source.peer.name] = reads.get(part.source.peer.name, 0) + 1
     peers = [
         pb.PeerStatus(
             engine_id=engine_id,

@@ -28,7 +28,8 @@ from kvxfer.service.describe import (
 from kvxfer.service.links import PROTOCOL_VERSIONS
 from kvxfer.service.registrations import Registration, Registrations
 from kvxfer.service.settings import ServiceSettings
-from kvxfer.service.transfers import Transfer, new_transfer_id
+from kvxfer.service.transfer import Transfer
+from kvxfer.service.transfers import new_transfer_id
 from kvxfer.wire import fields
 from kvxfer.wire.handles import handle_to_pb
 from kvxfer.wire.requests import (
@@ -209,7 +210,8 @@ class EngineService(transfer_pb2_grpc.KvTransferServicer):
             registration.transfers.unwatch(watcher)
 
     def _named(self, engine_id: str, transfer_id: str) -> tuple[Registration, Transfer]:
-        registration = self._registrations.get(fields.text(engine_id, "engine_id"))
+        # Also while it is unregistered: an engine must be able to ask when its blocks are quiet.
+        registration = self._registrations.get(fields.text(engine_id, "engine_id"), closing=True)
         return registration, registration.transfers.get(fields.text(transfer_id, "transfer_id"))
 
     # -- publishing ------------------------------------------------------------------------------------------------

@@ -67,8 +67,14 @@ def _unary(behaviour: Any, method: str) -> Any:
             answer = await behaviour(request, context)
         except KvxferError as error:
             await _abort(context, error, method)
-        except (grpc.aio.AbortError, asyncio.CancelledError):
+        except grpc.aio.AbortError:
             raise
+        except asyncio.CancelledError:
+            if context.cancelled():
+                raise
+            # Something inside was cancelled, not the call: its caller must hear of it.
+            log.warning("a call was cut short", method=method)
+            await _abort(context, KvxferError(Reason.SHUTTING_DOWN, "the call was cut short by a shutdown"), method)
         except Exception:  # the last line of defence: nothing that a caller sends may end the process
             log.exception("a call failed in an unforeseen way", method=method)
             await _abort(context, KvxferError(Reason.INTERNAL, "an internal error; see the sidecar's log"), method)

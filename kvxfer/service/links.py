@@ -7,7 +7,6 @@ share one attempt; attempts on different engines never wait for one another.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final, Protocol
@@ -33,6 +32,10 @@ log = structlog.get_logger()
 PROTOCOL_VERSIONS: Final = (1, 1)
 #: Longest wait for a peer's answer to something that only saves it time (goodbye, heartbeat), seconds.
 COURTESY_TIMEOUT: Final = 2.0
+#: Ranks of one engine that are met at the same time.
+EXCHANGES_AT_ONCE: Final = 64
+#: A peer's idle timeout is taken as at least and at most so many seconds.
+IDLE_BOUNDS: Final = (3.0, 600.0)
 
 
 class PeerClient(Protocol):
@@ -151,15 +154,24 @@ class Link:
         lost = asyncio.ensure_future(source.client.wait_lost())
         try:
             while True:
-                await asyncio.wait([lost], timeout=source.facts.idle_timeout / 3)
+                await asyncio.wait([lost], timeout=_beat_interval(source))
                 if lost.done():
                     self.lose(_lost(source, "its connection broke"))
                     return
                 await self._owner.beat(source)
         except KvxferError as error:
             self.lose(_lost(source, str(error)))
+        except Exception as error:  # a link that nobody watches would never be lost
+            log.exception("watching a peer failed", peer=source.client.address)
+            self.lose(_lost(source, repr(error)))
         finally:
             lost.cancel()
+
+
+def _beat_interval(source: LinkSource) -> float:
+    """Seconds between two signs of life: three in the time after which the peer forgets its reader."""
+    low, high = IDLE_BOUNDS
+    return min(max(source.facts.idle_timeout, low), high) / 3
 
 
 def _lost(source: LinkSource, why: str) -> KvxferError:
@@ -202,7 +214,7 @@ class Links:
         if link is not None and link.serves(target, options):
             return link
         try:
-            return await asyncio.wait_for(self._get(target, options), timeout)
+            return await asyncio.wait_for(self._get(target, options, timeout), timeout)
         except asyncio.TimeoutError:
             raise KvxferError(
                 Reason.DEADLINE_EXCEEDED,
@@ -211,7 +223,7 @@ class Links:
                 timeout_s=timeout,
             ) from None
 
-    async def _get(self, target: Target, options: PairingOptions | None) -> Link:
+    async def _get(self, target: Target, options: PairingOptions | None, timeout: float) -> Link:
         while True:
             link = self._links.get(target.engine_id)
             if link is not None and link.serves(target, options):
@@ -223,22 +235,28 @@ class Links:
                 continue
             if running is None:
                 agreed = options or (link.options if link is not None else PairingOptions())
-                task = asyncio.ensure_future(self._attempt(target, agreed))
+                task = asyncio.ensure_future(
+                    self._attempt(target, agreed, max(timeout, self._settings.handshake_timeout))
+                )
                 running = self._attempts[target.engine_id] = (key, task)
                 task.add_done_callback(lambda t: self._ended(target.engine_id, t))
-            return await asyncio.shield(running[1])
+            # Not awaited itself: that would cancel it with this caller, and this caller with it.
+            await asyncio.wait([running[1]])
+            if running[1].cancelled():
+                raise KvxferError(Reason.SHUTTING_DOWN, "the cache was unregistered during the handshake")
+            return running[1].result()
 
     def _ended(self, engine_id: str, task: asyncio.Task[Link]) -> None:
         del self._attempts[engine_id]
         if not task.cancelled() and (error := task.exception()) is not None:
             log.info("handshake failed", engine=engine_id, error=str(error))
 
-    async def _attempt(self, target: Target, options: PairingOptions) -> Link:
+    async def _attempt(self, target: Target, options: PairingOptions, timeout: float) -> Link:
         """One handshake: exchange with all ranks at once, compile, prepare."""
-        timeout = self._settings.handshake_timeout
-        clients = [self._connect(r.address) for r in target.ranks]
+        clients: list[PeerClient] = []
         used: set[int] = set()
         try:
+            clients.extend(self._connect(r.address) for r in target.ranks)
             answers = await self._exchange_all(target, clients, timeout)
             mine = Member(self._registration.identity.rank, self._registration.layout)
             members = [Member(facts.rank, memory.layout) for facts, memory in answers]
@@ -268,9 +286,14 @@ class Links:
     async def _exchange_all(
         self, target: Target, clients: Sequence[PeerClient], timeout: float
     ) -> list[tuple[ExchangeAnswer, PeerMemory]]:
+        room = asyncio.Semaphore(EXCHANGES_AT_ONCE)  # a connection is made by its first call
+
+        async def one(rank: TicketRank, client: PeerClient) -> tuple[ExchangeAnswer, PeerMemory]:
+            async with room:
+                return await self._exchange(target, rank, client, timeout)
+
         answers = await asyncio.gather(
-            *(self._exchange(target, r, c, timeout) for r, c in zip(target.ranks, clients, strict=True)),
-            return_exceptions=True,
+            *(one(r, c) for r, c in zip(target.ranks, clients, strict=True)), return_exceptions=True
         )
         found = []
         for answer in answers:
@@ -379,19 +402,21 @@ class Links:
             met.gone.set()
 
     async def give_back(self, sources: Sequence[LinkSource], *, broken: bool) -> None:
-        """Release descriptor lists, peers and connections."""
-        engine = self._registration.engine
+        """Release descriptor lists, peers and connections; whatever fails, the rest is given back."""
         for source in sources:
-            await engine.release_rows(source.local)
-            await engine.release_rows(source.remote)
             met = self._met[source.peer.name]
-            if met.users == 1 and not broken:
-                with contextlib.suppress(KvxferError):  # a courtesy: the peer forgets us by itself as well
+            try:
+                for rows in (source.local, source.remote):
+                    await self._registration.engine.release_rows(rows)
+                if met.users == 1 and not broken:
                     target, rank = self._as_target(source)
                     query = replace(self._query(target, rank, known=""), goodbye=True)
                     await source.client.goodbye(query, COURTESY_TIMEOUT)
-            await self._leave(met, broken=broken)
-            await source.client.close()
+            except KvxferError as error:  # the engine is closing, or the peer is gone: neither needs us any more
+                log.debug("not given back", peer=source.client.address, error=str(error))
+            finally:
+                await self._leave(met, broken=broken)
+                await source.client.close()
 
     async def beat(self, source: LinkSource) -> None:
         """Tell a source that its reader is alive.
@@ -400,7 +425,7 @@ class Links:
         """
         target, rank = self._as_target(source)
         query = self._query(target, rank, known=rank.incarnation)
-        await source.client.exchange(query, source.facts.idle_timeout / 3)
+        await source.client.exchange(query, _beat_interval(source))
 
     @staticmethod
     def _as_target(source: LinkSource) -> tuple[Target, TicketRank]:
@@ -417,7 +442,12 @@ class Links:
         """Run ``work`` to its end, whatever happens to the caller."""
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._done)
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("giving back a link failed", exc_info=error)
 
     async def close(self) -> None:
         """Give up attempts and give back every link.  Transfers must have ended."""

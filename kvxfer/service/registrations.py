@@ -20,7 +20,8 @@ import structlog
 from kvxfer.core.errors import KvxferError, Reason
 from kvxfer.core.layout import CacheLayout
 from kvxfer.memory.api import MappedRegion, MemoryPolicy, open_region
-from kvxfer.memory.handles import FileHandle, Handle, Mappable, Memfd, Owned, PosixShm
+from kvxfer.memory.handles import Handle, Mappable, Owned
+from kvxfer.memory.mapping import MemoryIdentity
 from kvxfer.service.holds import Holds
 from kvxfer.service.links import Links, PeerConnector
 from kvxfer.service.readers import Readers
@@ -66,6 +67,11 @@ class Registration:
         self.closing = False
 
     @property
+    def identities(self) -> tuple[MemoryIdentity, ...]:
+        """Which memory it is, region by region."""
+        return tuple(r.identity for r in self._regions)
+
+    @property
     def size(self) -> int:
         """Bytes of all regions."""
         return sum(r.size for r in self.layout.regions)
@@ -104,7 +110,10 @@ def spans_of(layout: CacheLayout, regions: Sequence[MappedRegion]) -> tuple[Span
 
 def _close_all(regions: Sequence[MappedRegion], keep: bool = False) -> None:
     for region in regions:
-        region.close(keep=keep)
+        try:
+            region.close(keep=keep)
+        except KvxferError as error:  # the others are closed all the same
+            log.error("a region was not unmapped", error=str(error))
 
 
 class Registrations:
@@ -162,10 +171,15 @@ class Registrations:
                 raise KvxferError(Reason.SHUTTING_DOWN, "the sidecar is shutting down")
             existing = self._by_engine.get(engine_id)
             if existing is not None:
-                if existing.identity == content and not existing.closing:
+                same = existing.identity == content and not existing.closing
+                if same and await asyncio.to_thread(self._is_still, existing):
                     return existing
                 if not record.replace:
-                    state = "a cache that is being unregistered" if existing.closing else "another cache registered"
+                    state = "another cache registered"
+                    if existing.closing:
+                        state = "a cache that is being unregistered"
+                    elif same:
+                        state = "a cache registered whose memory was made anew since, under the same names"
                     raise KvxferError(
                         Reason.REGISTRATION_BUSY,
                         f"engine {engine_id} has {state}; unregister it or set replace",
@@ -182,15 +196,56 @@ class Registrations:
                 )
             self._opening += existing is None
             try:
-                fresh = await self._open(content)
+                fresh = await self._open(content, replaced=existing)
             finally:
                 self._opening -= existing is None
-            self._by_engine[engine_id] = fresh
-            self.on_change()
             if existing is not None:
+                # Nothing is read into the new registration while the old one may still be written: its blocks are the
+                # same memory.  What has not drained in time ends with its agent.
                 await existing.drain(self._settings.drain_timeout)
                 await existing.close()
+            self._by_engine[engine_id] = fresh
+            self.on_change()
             return fresh
+
+    def _is_still(self, registration: Registration) -> bool:
+        """Whether the handles of a registration still name the memory that it has mapped."""
+        for handle, known in zip(registration.identity.memory, registration.identities, strict=True):
+            if isinstance(handle, Owned):
+                continue
+            try:
+                region = open_region(handle, self._policy)
+            except KvxferError:
+                return False
+            region.close()
+            if region.identity != known:
+                return False
+        return True
+
+    def _check_apart(self, regions: Sequence[MappedRegion], replaced: Registration | None) -> None:
+        """No byte is handed over twice, neither in one registration nor in two.
+
+        :raises KvxferError: MEMORY_HANDLE_INVALID.
+        """
+        others = [r for r in self if r is not replaced]
+        for i, region in enumerate(regions):
+            for j, former in enumerate(regions[:i]):
+                if region.identity.meets(former.identity):
+                    raise KvxferError(
+                        Reason.MEMORY_HANDLE_INVALID,
+                        f"memory handles {j} and {i} name the same memory; a region is handed over once, and views of "
+                        "several groups may lie over it",
+                        field=f"memory[{i}]",
+                        other=j,
+                    )
+            for other in others:
+                if any(region.identity.meets(theirs) for theirs in other.identities):
+                    raise KvxferError(
+                        Reason.MEMORY_HANDLE_INVALID,
+                        f"memory handle {i} names memory that engine {other.identity.engine_id} has registered",
+                        field=f"memory[{i}]",
+                        engine_id=other.identity.engine_id,
+                    )
 
     @contextlib.asynccontextmanager
     async def _alone(self, engine_id: str) -> AsyncIterator[None]:
@@ -205,7 +260,7 @@ class Registrations:
             if not self._users[engine_id]:
                 del self._users[engine_id], self._locks[engine_id]
 
-    async def _open(self, record: RegisterCache) -> Registration:
+    async def _open(self, record: RegisterCache, *, replaced: Registration | None) -> Registration:
         regions: list[MappedRegion] = []
         engine: TransferEngine | None = None
         incarnation = secrets.token_hex(8)
@@ -216,6 +271,7 @@ class Registrations:
                 except KvxferError as error:
                     path = at(f"memory[{i}]", handle_path(handle, error.field)).rstrip(".")
                     raise KvxferError(error.reason, error.message, field=path, **dict(error.metadata)) from error
+            self._check_apart(regions, replaced)
             readers = Readers()
             name = f"{record.engine_id[:128]}/{record.rank}/{incarnation}"
             engine = self._make_engine(name, readers.on_notification)
@@ -275,19 +331,22 @@ class Registrations:
             if registration is None:
                 return
             await registration.drain(self._settings.drain_timeout)
-            # Sidecar-owned files stay: the cache is the engine's, and a restarted sidecar takes it up again.
+            # Sidecar-owned files stay: the cache is the engine's, which may register them again by path.
             await registration.close(keep_memory=True)
             del self._by_engine[engine_id]
 
     async def close(self) -> None:
         """Unregister everything and take nothing new."""
         self._closed = True
-        await asyncio.gather(*(self._close(engine_id) for engine_id in list(self._by_engine)))
+        ends = await asyncio.gather(*(self._close(e) for e in list(self._by_engine)), return_exceptions=True)
+        for end in ends:
+            if isinstance(end, BaseException):
+                log.error("a registration did not end well", exc_info=end)
         self.on_change()
 
 
 def _check_handles(layout: CacheLayout, handles: Sequence[Handle]) -> None:
-    """One handle for each region, of its size and kind, and no memory twice."""
+    """One handle for each region, of its size."""
     if len(handles) != len(layout.regions):
         raise KvxferError(
             Reason.FIELD_INVALID,
@@ -296,7 +355,6 @@ def _check_handles(layout: CacheLayout, handles: Sequence[Handle]) -> None:
             regions=len(layout.regions),
             handles=len(handles),
         )
-    taken: dict[object, list[tuple[int, int, int]]] = {}
     for i, (handle, region) in enumerate(zip(handles, layout.regions, strict=True)):
         if handle.size < region.size:
             raise KvxferError(
@@ -306,32 +364,3 @@ def _check_handles(layout: CacheLayout, handles: Sequence[Handle]) -> None:
                 region=region.size,
                 handle=handle.size,
             )
-        place = _place(handle)
-        if place is None:
-            continue
-        key, begin = place
-        for other, low, high in taken.setdefault(key, []):
-            if begin < high and low < begin + handle.size:
-                raise KvxferError(
-                    Reason.MEMORY_HANDLE_INVALID,
-                    f"memory handles {other} and {i} name the same memory; a region is handed over once, and views of "
-                    "several groups may lie over it",
-                    field=f"memory[{i}]",
-                    other=other,
-                )
-        taken[key].append((i, begin, begin + handle.size))
-
-
-def _place(handle: Handle) -> tuple[object, int] | None:
-    """What object a handle names, and at which byte; ``None`` for memory that is yet to be made."""
-    match handle:
-        case PosixShm(name=name):
-            return ("shm", name), 0
-        case FileHandle(path=path, offset=offset):
-            return ("file", path), offset
-        case Memfd(pid=pid, fd=fd, offset=offset):
-            return ("memfd", pid, fd), offset
-        case Owned():
-            return None
-        case _:
-            return ("address",), handle.address

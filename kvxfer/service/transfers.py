@@ -12,8 +12,7 @@ import itertools
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -21,10 +20,11 @@ import structlog
 
 from kvxfer.core import transfers as life
 from kvxfer.core.errors import KvxferError, Reason
-from kvxfer.core.resolve import Read, Request, resolve
+from kvxfer.core.resolve import Request, resolve
 from kvxfer.core.transfers import Event, State
 from kvxfer.service.links import Link, LinkSource
 from kvxfer.service.settings import ServiceSettings
+from kvxfer.service.transfer import Part, Totals, Transfer, Watcher
 from kvxfer.wire.peer import CloseRead, OpenRead, Outcome, ReadNotice, ReadRef, notice_to_bytes
 from kvxfer.wire.requests import TransferSpec
 from kvxfer.xfer.api import Read as XferRead
@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger()
 
-#: Requests with more block IDs than this are resolved off the event loop.
-RESOLVE_INLINE: Final = 4096
+#: Requests that may come to more descriptors than this are resolved off the event loop.
+RESOLVE_INLINE: Final = 65_536
 #: CloseRead is tried so often, with these pauses between, seconds.
 CLOSE_BACKOFF: Final = (0.1, 0.5, 2.0)
 CLOSE_TIMEOUT: Final = 5.0
@@ -44,80 +44,6 @@ CLOSE_TIMEOUT: Final = 5.0
 CLOSE_DELAY: Final = 0.002
 #: After these a new handshake is needed.
 LINK_BREAKERS: Final = frozenset({Reason.PEER_LOST, Reason.PEER_UNREACHABLE, Reason.STALE_INCARNATION})
-#: Changes that a watcher may be behind before it is dropped.
-WATCH_BACKLOG: Final = 10_000
-
-
-@dataclass
-class Timings:
-    """Seconds spent in each phase; of several sources the longest.  ``None``: not reached."""
-
-    resolve: float | None = None
-    make: float | None = None
-    queue: float | None = None
-    post: float | None = None
-    move: float | None = None
-    open: float | None = None
-    total: float | None = None
-
-
-@dataclass
-class _SourceState:
-    source: LinkSource
-    read: XferRead | None  # None: nothing is read from it
-    result: ReadResult | None = None
-
-
-class Transfer:
-    """One logical read."""
-
-    def __init__(self, spec: TransferSpec, link: Link, read: Read, sources: list[_SourceState], number: int) -> None:
-        self.id: Final = spec.transfer_id
-        self.spec: Final = spec
-        self.link: Final = link
-        self.number: Final = number
-        self.resolved: Final = read
-        self.sources: Final = sources
-        self.state = State.PREPARED
-        self.error: KvxferError | None = None
-        self.timings = Timings()
-        self.created: Final = time.time()
-        self.prepared_at: Final = time.monotonic()
-        self.ended: float | None = None
-        #: Ends the watch over a prepared transfer.
-        self.disarm: Callable[[], None] = lambda: None
-        self.settled: Final = asyncio.Event()
-        self.finished: Final = asyncio.Event()
-        self.stop: Final[asyncio.Future[KvxferError]] = asyncio.get_running_loop().create_future()
-
-    @property
-    def bytes(self) -> int:
-        """Bytes of all sources."""
-        return self.resolved.bytes
-
-    @property
-    def quiesced(self) -> bool:
-        """Nothing writes the local blocks."""
-        return self.state in life.QUIESCENT
-
-
-@dataclass
-class Totals:
-    """Counts since the registration."""
-
-    done: int = 0
-    failed: int = 0
-    cancelled: int = 0
-    bytes_read: int = 0
-    bytes_in_flight: int = 0
-
-
-@dataclass(eq=False)
-class Watcher:
-    """One WatchTransfers stream: transfers in the order of their changes, ``None`` at the end."""
-
-    queue: asyncio.Queue[Transfer | None] = field(default_factory=lambda: asyncio.Queue(WATCH_BACKLOG))
-    overrun: bool = False
 
 
 class Transfers:
@@ -184,7 +110,7 @@ class Transfers:
         """
         if spec.transfer_id in self._known:
             known = self._known[spec.transfer_id]
-            _check_same(spec, known.spec.digest)
+            _check_same(spec, known.digest)
             return known
         if spec.transfer_id in self._preparing:
             other, running = self._preparing[spec.transfer_id]
@@ -236,19 +162,20 @@ class Transfers:
             link.let_go()
             raise
         self._known[spec.transfer_id] = transfer
-        self._arm(transfer)
+        self._arm(transfer, link)
         self._tell(transfer)
         return transfer
 
     async def _make(self, spec: TransferSpec, link: Link, now: bool) -> Transfer:
         request = Request(spec.local_blocks, spec.ticket.blocks, spec.num_tokens, spec.skip_tokens)
         began = time.perf_counter()
-        ids = sum(np.size(b.ids) for b in (*spec.local_blocks, *spec.ticket.blocks))
+        ids = sum(np.size(b.ids) for b in spec.local_blocks)
         args = (link.plan, request, self._settings.max_descriptors)
-        read = resolve(*args) if ids <= RESOLVE_INLINE else await asyncio.to_thread(resolve, *args)
+        small = ids * link.plan.most_per_block <= RESOLVE_INLINE
+        read = resolve(*args) if small else await asyncio.to_thread(resolve, *args)
         resolved = time.perf_counter()
         engine = self._registration.engine
-        made: list[_SourceState] = []
+        made: list[Part] = []
         try:
             for source, part in zip(link.sources, read.sources, strict=True):
                 xfer = None
@@ -261,18 +188,20 @@ class Transfers:
                         self._notice(spec, source),
                         now=now,
                     )
-                made.append(_SourceState(source, xfer))
+                made.append(
+                    Part(part.rank, source.facts.incarnation, part.descriptors, part.bytes_by_group, source, xfer)
+                )
         except BaseException:
             for state in made:
                 if state.read is not None:
                     await engine.release(state.read)
             raise
-        transfer = Transfer(spec, link, read, made, next(self._numbers))
+        transfer = Transfer(spec, link, made, read.claims.tolist(), next(self._numbers))
         transfer.timings.resolve = resolved - began
         transfer.timings.make = time.perf_counter() - resolved if now else None
         return transfer
 
-    def _arm(self, transfer: Transfer) -> None:
+    def _arm(self, transfer: Transfer, link: Link) -> None:
         """A prepared transfer that nobody reads, or whose peer is lost, does not stay for ever."""
         ttl = self._settings.prepared_ttl
         why = f"transfer {transfer.id} was prepared and not read within {ttl:g} s"
@@ -282,20 +211,21 @@ class Transfers:
         def on_lost(lost: asyncio.Future[KvxferError]) -> None:
             self._give_up(transfer, Event.FAULT, lost.result())
 
-        transfer.link.lost.add_done_callback(on_lost)
+        link.lost.add_done_callback(on_lost)
 
         def disarm() -> None:
             timer.cancel()
-            transfer.link.lost.remove_done_callback(on_lost)
+            link.lost.remove_done_callback(on_lost)
 
         transfer.disarm = disarm
 
     def _give_up(self, transfer: Transfer, event: Event, error: KvxferError) -> None:
         """End a transfer that was never posted."""
-        if transfer.state is State.PREPARED:
+        link = transfer.link
+        if transfer.state is State.PREPARED and link is not None:
             transfer.disarm()
             self._decide(transfer, event, error)
-            self._start(self._let_go(transfer, posted=False))
+            self._start(self._let_go(transfer, link, posted=False))
 
     # -- reading ---------------------------------------------------------------------------------------------------
 
@@ -305,7 +235,8 @@ class Transfers:
         :param timeout: seconds from now until it fails.
         :raises KvxferError: LOCAL_BLOCK_BUSY, LIMIT_EXCEEDED; the transfer then stays prepared.
         """
-        if transfer.state is not State.PREPARED:
+        link = transfer.link
+        if transfer.state is not State.PREPARED or link is None:
             return
         if self._closing:
             raise KvxferError(Reason.SHUTTING_DOWN, "the cache is being unregistered")
@@ -317,8 +248,7 @@ class Transfers:
                 f"{self._settings.max_bytes_in_flight}",
                 limit=self._settings.max_bytes_in_flight,
             )
-        claims = transfer.resolved.claims.tolist()
-        busy = next((c for c in claims if c in self._claims), None)
+        busy = next((c for c in transfer.claims if c in self._claims), None)
         if busy is not None:  # the first block's number is 0
             raise KvxferError(
                 Reason.LOCAL_BLOCK_BUSY,
@@ -327,13 +257,13 @@ class Transfers:
                 block=busy & 0xFFFFFFFF,
                 transfer_id=self._claims[busy],
             )
-        self._claims.update(dict.fromkeys(claims, transfer.id))
+        self._claims.update(dict.fromkeys(transfer.claims, transfer.id))
         self.totals.bytes_in_flight += transfer.bytes
         self._move(transfer, Event.POST)
         transfer.disarm()
         # Handed over before anything else is done: the copying goes on beside all that follows.
-        reads = {self._submit(s.read): s for s in transfer.sources if s.read is not None}
-        self._start(self._run(transfer, reads, timeout))
+        reads = {self._submit(p.read): p for p in transfer.parts if p.read is not None}
+        self._start(self._run(transfer, link, reads, timeout))
 
     def _submit(self, read: XferRead) -> asyncio.Future[ReadResult]:
         try:
@@ -344,63 +274,79 @@ class Transfers:
             return refused
 
     async def _run(
-        self, transfer: Transfer, reads: Mapping[asyncio.Future[ReadResult], _SourceState], timeout: float
+        self, transfer: Transfer, link: Link, reads: Mapping[asyncio.Future[ReadResult], Part], timeout: float
     ) -> None:
         """From posting to the outcome."""
         began = time.perf_counter()
         opens = [
-            asyncio.ensure_future(self._open_source(transfer, s.source, timeout))
-            for s in transfer.sources
-            if s.read is not None
+            asyncio.ensure_future(self._open_source(transfer, p.source, timeout))
+            for p in transfer.parts
+            if p.read is not None and p.source is not None
         ]
+        try:
+            event, fault = await self._outcome(transfer, link, reads, opens, timeout)
+        except Exception as error:
+            log.exception("a transfer failed in an unforeseen way", transfer=transfer.id)
+            event, fault = Event.FAULT, _as_error(error)
+        waits: list[asyncio.Future[Any]] = [*reads, *opens]
+        for waiting in waits:
+            waiting.cancel()  # of a posted read this ends the waiting only
+        if fault is not None and fault.reason in LINK_BREAKERS:
+            link.lose(fault)
+        transfer.timings.total = time.perf_counter() - began
+        self._decide(transfer, event, fault)
+        await self._let_go(transfer, link, posted=True)
+
+    async def _outcome(
+        self,
+        transfer: Transfer,
+        link: Link,
+        reads: Mapping[asyncio.Future[ReadResult], Part],
+        opens: Sequence[asyncio.Future[None]],
+        timeout: float,
+    ) -> tuple[Event, KvxferError | None]:
+        """Wait until everything is done, or the first thing that settles it otherwise."""
         work: set[asyncio.Future[Any]] = {*reads, *opens}
-        fault: KvxferError | None = None
-        event = Event.COMPLETE
         deadline = time.monotonic() + timeout
-        while work and fault is None:
+        while work:
             done, _ = await asyncio.wait(
-                {*work, transfer.stop, transfer.link.lost},
+                {*work, transfer.stop, link.lost},
                 timeout=max(0.0, deadline - time.monotonic()),
                 return_when=asyncio.FIRST_COMPLETED,
             )
+            ours = done & work
             work -= done
             # All are looked at, or asyncio would complain about those that were not.
-            failed = [error for d in done if d in (*reads, *opens) and (error := d.exception()) is not None]
-            for ended in done & reads.keys():
+            failed = [error for d in ours if (error := d.exception()) is not None]
+            for ended in ours & reads.keys():
                 if ended.exception() is None:
                     reads[ended].result = ended.result()
             if failed:
-                event, fault = Event.FAULT, _worst([_as_error(error) for error in failed])
-            elif transfer.stop in done:
-                event, fault = Event.CANCEL, transfer.stop.result()
-            elif transfer.link.lost in done:
-                event, fault = Event.FAULT, transfer.link.lost.result()
-            elif not done:
+                return Event.FAULT, _worst([_as_error(error) for error in failed])
+            if transfer.stop in done:
+                return Event.CANCEL, transfer.stop.result()
+            if link.lost in done:
+                return Event.FAULT, link.lost.result()
+            if not done:
                 why = f"the read did not finish within {timeout:g} s"
-                event, fault = Event.FAULT, KvxferError(Reason.DEADLINE_EXCEEDED, why, timeout_s=timeout)
-        for task in work:
-            task.cancel()  # of a posted read this ends the waiting only
-        if fault is not None and fault.reason in LINK_BREAKERS:
-            transfer.link.lose(fault)
-        transfer.timings.total = time.perf_counter() - began
-        self._decide(transfer, event, fault)
-        await self._let_go(transfer, posted=True)
+                return Event.FAULT, KvxferError(Reason.DEADLINE_EXCEEDED, why, timeout_s=timeout)
+        return Event.COMPLETE, None
 
     async def _open_source(self, transfer: Transfer, source: LinkSource, timeout: float) -> None:
         began = time.perf_counter()
-        record = OpenRead(self._ref(transfer.spec, source), transfer.spec.ticket.num_tokens, wanted=timeout)
+        record = OpenRead(self._ref(transfer, source), transfer.promised_tokens, wanted=timeout)
         await source.client.open_read(record, timeout)
         transfer.timings.open = max(transfer.timings.open or 0.0, time.perf_counter() - began)
 
     def _decide(self, transfer: Transfer, event: Event, error: KvxferError | None) -> None:
         """Give a transfer its outcome.  From here on nothing but :meth:`_let_go` touches it."""
         transfer.error = error
-        results = [s.result for s in transfer.sources if s.result is not None]
+        results = [p.result for p in transfer.parts if p.result is not None]
         for name, attribute in (("queue", "queue_seconds"), ("post", "post_seconds"), ("move", "move_seconds")):
             if results:
                 setattr(transfer.timings, name, max(getattr(r, attribute) for r in results))
         if transfer.timings.make is None:
-            transfer.timings.make = max((s.read.make_seconds for s in transfer.sources if s.read), default=None)
+            transfer.timings.make = max((p.read.make_seconds for p in transfer.parts if p.read), default=None)
         self._move(transfer, event)
         if transfer.state is State.DONE:
             self._free(transfer)  # its caller may reuse the blocks at once
@@ -409,19 +355,18 @@ class Transfers:
     def _free(self, transfer: Transfer) -> None:
         """The local blocks of a posted transfer are nobody's any more."""
         self.totals.bytes_in_flight -= transfer.bytes
-        for claim in transfer.resolved.claims.tolist():
+        for claim in transfer.claims:
             del self._claims[claim]
 
-    async def _let_go(self, transfer: Transfer, *, posted: bool) -> None:
+    async def _let_go(self, transfer: Transfer, link: Link, *, posted: bool) -> None:
         """Wait until the library has let go of a decided transfer, and give everything back."""
-        for state in transfer.sources:
-            if state.read is None:
-                continue
+        reads = [(p.read, p.source) for p in transfer.parts if p.read is not None and p.source is not None]
+        for read, _ in reads:
             # A read whose posting was called off in time was never posted; nothing will ever write for it.
-            if state.read.state is ReadState.POSTED or not state.read.is_quiesced:
-                await state.read.quiesced
+            if read.state is ReadState.POSTED or not read.is_quiesced:
+                await read.quiesced
             try:
-                await self._registration.engine.release(state.read)
+                await self._registration.engine.release(read)
             except KvxferError as error:  # the engine is closing, and takes its requests with it
                 log.debug("request not released", transfer=transfer.id, error=str(error))
         held = transfer.state not in life.QUIESCENT
@@ -431,20 +376,22 @@ class Transfers:
         if transfer.error is not None:
             log.info("transfer ended", transfer=transfer.id, state=transfer.state.value, error=str(transfer.error))
         transfer.ended = time.time()
+        transfer.forget_details()
         transfer.finished.set()
         self._tell(transfer)
         self._ended.append(transfer.id)
         while len(self._ended) > self._settings.kept_transfers:
             del self._known[self._ended.popleft()]
         if posted:
-            await self._close_sources(transfer, Outcome[transfer.state.value])
-        transfer.link.let_go()
+            await self._close_sources(transfer, [source for _, source in reads])
+        transfer.lease_token = b""
+        link.let_go()
 
-    async def _close_sources(self, transfer: Transfer, outcome: Outcome) -> None:
+    async def _close_sources(self, transfer: Transfer, sources: Sequence[LinkSource]) -> None:
         """Tell every source that its read is over, with retries; a loss only costs it some polling."""
         await asyncio.sleep(CLOSE_DELAY)
-        sources = [s.source for s in transfer.sources if s.read is not None]
-        await asyncio.gather(*(self._close_source(s, CloseRead(self._ref(transfer.spec, s), outcome)) for s in sources))
+        outcome = Outcome[transfer.state.value]
+        await asyncio.gather(*(self._close_source(s, CloseRead(self._ref(transfer, s), outcome)) for s in sources))
 
     async def _close_source(self, source: LinkSource, record: CloseRead) -> None:
         for pause in (*CLOSE_BACKOFF, None):
@@ -473,9 +420,12 @@ class Transfers:
     async def drain(self, timeout: float) -> bool:
         """Take nothing new, cancel everything, and wait at most ``timeout`` seconds until all has ended."""
         self._closing = True
+        deadline = time.monotonic() + timeout
+        if preparing := [future for _, future in self._preparing.values()]:
+            await asyncio.wait(preparing, timeout=timeout)
         active = [t for t in self._known.values() if not t.finished.is_set()]
-        await asyncio.gather(*(self.cancel(t, timeout) for t in active))
-        return all(t.finished.is_set() for t in active)
+        await asyncio.gather(*(self.cancel(t, max(0.0, deadline - time.monotonic())) for t in active))
+        return not self._preparing and all(t.finished.is_set() for t in active)
 
     async def close(self) -> None:
         """End what :meth:`drain` has left; the transfer engine's end makes sure of the rest."""
@@ -486,29 +436,34 @@ class Transfers:
                 task.cancel()
             await asyncio.gather(*late, return_exceptions=True)
         for watcher in self._watchers:
-            with contextlib.suppress(asyncio.QueueFull):
+            try:
                 watcher.queue.put_nowait(None)
+            except asyncio.QueueFull:  # it ends once it has caught up with what it has
+                watcher.overrun = True
 
     # -- what sources are told ---------------------------------------------------------------------------------------
 
-    def _ref(self, spec: TransferSpec, source: LinkSource) -> ReadRef:
+    def _ref(self, of: Transfer, source: LinkSource) -> ReadRef:
+        return self._reference(of.request_id, of.lease_token, of.id, source)
+
+    def _notice(self, spec: TransferSpec, source: LinkSource) -> bytes:
+        """The payload of the read's NIXL notification."""
+        ref = self._reference(spec.ticket.request_id, spec.ticket.lease_token, spec.transfer_id, source)
+        return notice_to_bytes(
+            ReadNotice(ref.engine_id, ref.incarnation, ref.request_id, ref.lease_token, ref.reader, ref.transfer_id)
+        )
+
+    def _reference(self, request_id: str, token: bytes, transfer_id: str, source: LinkSource) -> ReadRef:
         rank = self._registration.identity.rank
         return ReadRef(
             engine_id=source.facts.engine_id,
             rank=source.facts.rank,
             incarnation=source.facts.incarnation,
-            request_id=spec.ticket.request_id,
-            lease_token=spec.ticket.lease_token,
+            request_id=request_id,
+            lease_token=token,
             reader=self._registration.links.reader,
             readers=rank.tp_size * rank.pp_size,
-            transfer_id=spec.transfer_id,
-        )
-
-    def _notice(self, spec: TransferSpec, source: LinkSource) -> bytes:
-        """The payload of the read's NIXL notification."""
-        ref = self._ref(spec, source)
-        return notice_to_bytes(
-            ReadNotice(ref.engine_id, ref.incarnation, ref.request_id, ref.lease_token, ref.reader, ref.transfer_id)
+            transfer_id=transfer_id,
         )
 
     # -- small things ----------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+from kvxfer.core.errors import Reason
 from kvxfer.core.layout import MAX_BYTES, CacheLayout, Rank
 from kvxfer.core.pairing import PairingOptions
 from kvxfer.core.resolve import BlockList
@@ -222,11 +223,24 @@ def spec_from_pb(message: pb.TransferSpec, where: str = "spec") -> TransferSpec:
     end = ticket.num_tokens
     if message.HasField("num_tokens"):
         end = tokens(message.num_tokens, at(where, "num_tokens"), 1)
+    local = block_lists_from_pb(message.local_blocks, at(where, "local_blocks"), local=True)
+    ends = [("num_tokens", end)]
+    ends += [(f"local_blocks[{i}].num_tokens", b.num_tokens) for i, b in enumerate(local) if b.num_tokens is not None]
+    for name, value in ends:
+        if value > ticket.num_tokens:
+            # Beyond what the ticket promises the blocks hold whatever was there before.
+            raise refuse(
+                at(where, name),
+                f"is {value}; the ticket's blocks hold {ticket.num_tokens} tokens",
+                reason=Reason.RANGE_NOT_COVERED,
+                value=value,
+                maximum=ticket.num_tokens,
+            )
     return TransferSpec(
         engine_id=text(message.engine_id, at(where, "engine_id")),
         transfer_id=optional_text(message.transfer_id, at(where, "transfer_id")),
         ticket=ticket,
-        local_blocks=block_lists_from_pb(message.local_blocks, at(where, "local_blocks"), local=True),
+        local_blocks=local,
         skip_tokens=tokens(message.skip_tokens, at(where, "skip_tokens")),
         num_tokens=end,
         digest=hashlib.sha256(message.SerializeToString(deterministic=True)).digest(),

@@ -13,6 +13,7 @@ from google.protobuf.message import Message
 
 from kvxfer.core.errors import Reason
 from kvxfer.core.layout import Rank
+from kvxfer.core.transfers import State
 from kvxfer.pb import peer_pb2, transfer_pb2
 from kvxfer.wire.layouts import rank_to_pb
 from kvxfer.wire.requests import handshake_to_pb
@@ -197,11 +198,20 @@ async def test_a_spoilt_field_is_refused_or_harmless(quick: Reading, name: str) 
             refusals += 1
             if error.reason is Reason.INTERNAL or (error.field and not is_path(type(message).DESCRIPTOR, error.field)):
                 problems.append(f"{what}: {error}")
+        await ended(quick)
         await quick.good()
         if case.rpc == "RegisterCache":
             await clean(quick)
     assert refusals
     assert not problems, "\n".join(problems)
+
+
+async def ended(reading: Reading) -> None:
+    """Whatever was posted without waiting has ended: its blocks are free for the next read."""
+    for registered in reading.d.nodes[0].sidecar.registrations:
+        for transfer in registered.transfers:
+            if transfer.state is not State.PREPARED:
+                await transfer.finished.wait()
 
 
 async def clean(reading: Reading) -> None:

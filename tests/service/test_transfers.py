@@ -10,7 +10,7 @@ import pytest
 
 from kvxfer.core.errors import Reason
 from kvxfer.pb import transfer_pb2 as pb
-from kvxfer.service import transfers as loop
+from kvxfer.service import transfer as kept
 from kvxfer.wire.requests import spec_from_pb
 from tests.support.engines import as_bytes
 from tests.support.errors import refusal
@@ -374,7 +374,7 @@ async def _drain(call: Any) -> None:
 
 async def test_a_watcher_that_is_too_slow_is_told(reading: Reading, monkeypatch: pytest.MonkeyPatch) -> None:
     await reading.d.handshake(reading.ticket())
-    monkeypatch.setattr(loop, "WATCH_BACKLOG", 4)
+    monkeypatch.setattr(kept, "WATCH_BACKLOG", 4)
     (registration,) = reading.d.nodes[0].sidecar.registrations
     call = reading.stub.WatchTransfers(pb.WatchTransfersRequest(engine_id="engine-d"))
     assert (await call.read()).HasField("ready")

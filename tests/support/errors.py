@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -30,7 +31,7 @@ def refused(call: Callable[[], object]) -> KvxferError:
 
 
 async def refusal(call: Awaitable[object]) -> KvxferError:
-    """Await a call that must fail."""
+    """Await a call that must fail, and soon."""
     with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await call
+        await asyncio.wait_for(call, 20)
     return told(caught.value)

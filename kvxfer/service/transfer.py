@@ -1,0 +1,122 @@
+"""What the sidecar knows about one transfer: while it runs everything, afterwards what can still be asked for."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+from kvxfer.core import transfers as life
+from kvxfer.core.errors import KvxferError
+from kvxfer.core.layout import Rank
+from kvxfer.core.transfers import State
+from kvxfer.service.links import Link, LinkSource
+from kvxfer.wire.requests import TransferSpec
+from kvxfer.xfer.api import Read as XferRead
+from kvxfer.xfer.api import ReadResult
+
+#: Changes that a watcher may be behind before it is dropped.
+WATCH_BACKLOG: Final = 10_000
+
+
+@dataclass
+class Timings:
+    """Seconds spent in each phase; of several sources the longest.  ``None``: not reached."""
+
+    resolve: float | None = None
+    make: float | None = None
+    queue: float | None = None
+    post: float | None = None
+    move: float | None = None
+    open: float | None = None
+    total: float | None = None
+
+
+@dataclass
+class Part:
+    """What one source contributes.
+
+    :param source: ``None`` once the transfer has ended.
+    :param read: ``None`` where nothing is read from it, and once the transfer has ended.
+    """
+
+    rank: Rank
+    incarnation: str
+    descriptors: int
+    bytes_by_group: Mapping[str, int]
+    source: LinkSource | None
+    read: XferRead | None
+    result: ReadResult | None = None
+
+    @property
+    def bytes(self) -> int:
+        """Bytes that the plan says."""
+        return sum(self.bytes_by_group.values())
+
+
+class Transfer:
+    """One logical read.
+
+    :param claims: numbers of the local blocks that it writes.
+    """
+
+    def __init__(self, spec: TransferSpec, link: Link, parts: list[Part], claims: list[int], number: int) -> None:
+        self.id: Final = spec.transfer_id
+        self.digest: Final = spec.digest
+        self.request_id: Final = spec.ticket.request_id
+        self.remote_engine_id: Final = spec.ticket.engine_id
+        self.skip_tokens: Final = spec.skip_tokens
+        self.num_tokens: Final = spec.num_tokens
+        self.bytes: Final = sum(p.bytes for p in parts)
+        self.descriptors: Final = sum(p.descriptors for p in parts)
+        self.number: Final = number
+        self.parts: Final = parts
+        self.claims = claims
+        self.link: Link | None = link
+        #: Of the ticket; a secret.  Needed until every source has been told of the end.
+        self.lease_token = spec.ticket.lease_token
+        self.promised_tokens: Final = spec.ticket.num_tokens
+        self.state = State.PREPARED
+        self.error: KvxferError | None = None
+        self.timings = Timings()
+        self.created: Final = time.time()
+        self.ended: float | None = None
+        #: Ends the watch over a prepared transfer.
+        self.disarm: Callable[[], None] = lambda: None
+        self.settled: Final = asyncio.Event()
+        self.finished: Final = asyncio.Event()
+        self.stop: Final[asyncio.Future[KvxferError]] = asyncio.get_running_loop().create_future()
+
+    @property
+    def quiesced(self) -> bool:
+        """Nothing writes the local blocks."""
+        return self.state in life.QUIESCENT
+
+    def forget_details(self) -> None:
+        """Keep only what can still be asked for: thousands of ended transfers are remembered."""
+        self.link = None
+        self.claims = []
+        self.disarm = lambda: None
+        for part in self.parts:
+            part.source = part.read = None
+
+
+@dataclass
+class Totals:
+    """Counts since the registration."""
+
+    done: int = 0
+    failed: int = 0
+    cancelled: int = 0
+    bytes_read: int = 0
+    bytes_in_flight: int = 0
+
+
+@dataclass(eq=False)
+class Watcher:
+    """One WatchTransfers stream: transfers in the order of their changes, ``None`` at the end."""
+
+    queue: asyncio.Queue[Transfer | None] = field(default_factory=lambda: asyncio.Queue(WATCH_BACKLOG))
+    overrun: bool = False
