@@ -8,7 +8,8 @@ does one of each; what counts is the ratio within a round, so a machine that spe
     UCX_TLS=tcp python benchmarks/read_blocks.py ...
 
 The raw time is from the posting call until completion is seen; making the request is told apart.  The time of
-ReadBlocks is that of the whole call on the engine's socket: protobuf, validation, resolving, making, posting, moving, confirming.
+ReadBlocks is that of the whole call on the engine's socket: protobuf, validation, resolving, making, posting, moving,
+confirming.
 """
 
 from __future__ import annotations
