@@ -82,7 +82,7 @@ def test_idle_sidecars_cost_next_to_nothing() -> None:
         # What does not depend on the machine: P wakes up for its polls, and hardly anybody for anything else.
         assert found["alone"][1] < 60
         assert found["d"][1] < 100
-        assert found["p"][1] < 1 / Settings.load().poll_interval + 100
+        assert found["p"][1] < 250
         # It is still connected, and wakes up at once.
         assert len(p_side.status().peers) == len(d_side.status().peers) == 1
         d.read(0, p, ticket, lists, {g.name: Want(0, TOKENS) for g in d.groups})
