@@ -303,11 +303,17 @@ class TransferEngine(Protocol):
         """Learn to read from a peer, and warm the connection up.
 
         The peer must be polling.  Raises PEER_METADATA_INVALID (damaged, or of another agent), PEER_LOST,
-        FIELD_INVALID (spans, or the peer is known already).
+        FIELD_INVALID (spans, or the peer is known already).  Where a peer of this name is still being removed (see
+        :meth:`remove_peer`), waits for that without a bound of its own.
         """
 
     async def remove_peer(self, peer: Peer) -> None:
-        """Forget a peer, with its prepared lists.  Raises TRANSFER_STATE while reads from it are posted."""
+        """Forget a peer, with its prepared lists.
+
+        Raises TRANSFER_STATE, and changes nothing, while reads that were posted by the caller have not quiesced.  The
+        engine's own warm-up read of a peer that never answered is no obstacle: the peer is forgotten at once, and the
+        library drops it as soon as that read has quiesced.
+        """
 
     async def prepare_local(self, rows: RowArray, kind: MemoryKind, peer: Peer) -> Rows:
         """Prepare this process's side of reads from ``peer``.

@@ -9,7 +9,7 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -82,9 +82,10 @@ class PumpedEngine:
         self._registrations: dict[int, tuple[Registration, Any]] = {}
         self._peers: dict[str, Peer] = {}
         self._adding: set[str] = set()
+        self._leaving: dict[str, asyncio.Future[None]] = {}
         self._rows: dict[int, RowsEntry] = {}
         self._reads: set[PumpedRead] = set()
-        self._tasks: set[asyncio.Future[None]] = set()
+        self._warm_ups: set[Read] = set()  # the engine's own among them
         self._scratch: np.ndarray[Any, np.dtype[np.uint8]] | None = None
         self._scratch_registration: Registration | None = None
 
@@ -195,10 +196,13 @@ class PumpedEngine:
 
     async def add_peer(self, metadata: bytes, expected_name: str, *, spans: Sequence[Span]) -> Peer:
         """See :meth:`kvxfer.xfer.api.TransferEngine.add_peer`."""
-        pump = self._pump()
+        self._pump()
         promised = check_spans(spans)
         if expected_name == self._name:
             raise KvxferError(Reason.PEER_METADATA_INVALID, "an engine cannot be its own peer", name=expected_name)
+        while (leaving := self._leaving.get(expected_name)) is not None:
+            await asyncio.wait([leaving])
+        pump = self._pump()
         if expected_name in self._peers or expected_name in self._adding:
             raise KvxferError(
                 Reason.FIELD_INVALID, "the peer is known already", field="expected_name", name=expected_name
@@ -209,9 +213,7 @@ class PumpedEngine:
             return await asyncio.shield(meeting)
         except asyncio.CancelledError:
             # Half a peer cannot be dropped in the middle of its first read: let it finish, then undo it.
-            undoing = asyncio.ensure_future(self._undo_meeting(meeting))
-            self._tasks.add(undoing)
-            undoing.add_done_callback(self._tasks.discard)
+            self._leaves(expected_name, self._undo_meeting(meeting))
             raise
 
     async def _meet(self, pump: Pump, metadata: bytes, name: str, spans: tuple[Span, ...]) -> Peer:
@@ -224,7 +226,7 @@ class PumpedEngine:
         try:
             seconds = await self._warm_up(peer)
         except BaseException:
-            await self._drop_peer(peer)
+            self.leave(peer)
             raise
         if seconds is not None:
             peer = self._peers[name] = replace(peer, warm_seconds=seconds)
@@ -232,9 +234,7 @@ class PumpedEngine:
 
     async def _undo_meeting(self, meeting: asyncio.Future[Peer]) -> None:
         try:
-            peer = await meeting
-            await asyncio.gather(*(read.quiesced for read in self._reads_of(peer)))
-            await self._drop_peer(peer)
+            self.leave(await meeting)
         except KvxferError as error:
             _log.info("%s: a peer that nobody waited for: %s", self._name, error)
 
@@ -262,6 +262,7 @@ class PumpedEngine:
             local = await self.prepare_local(here, MemoryKind.DRAM, peer)
             remote = await self.prepare_remote(there, MemoryKind.DRAM, peer)
             read = await self.make_read(local, zero, remote, zero, b"")
+            self._warm_ups.add(read)
             try:
                 await asyncio.wait_for(self.post(read), self._settings.warm_up)
             finally:
@@ -279,31 +280,67 @@ class PumpedEngine:
 
     async def remove_peer(self, peer: Peer) -> None:
         """See :meth:`kvxfer.xfer.api.TransferEngine.remove_peer`."""
+        self.require_idle(peer)
+        warming = self._moving(peer)
+        leaving = self.leave(peer)
+        if not warming:
+            await asyncio.shield(leaving)
+
+    def require_idle(self, peer: Peer) -> None:
+        """Raise what :meth:`remove_peer` would; then :meth:`leave` may be called, before anything else happens."""
         self._pump()
-        known = self._known(peer)
-        busy = sum(read.state is ReadState.POSTED or not read.is_quiesced for read in self._reads_of(known))
+        busy = sum(read not in self._warm_ups for read in self._moving(self._known(peer)))
         if busy:
             raise KvxferError(
                 Reason.TRANSFER_STATE, "reads from this peer are still posted", peer=peer.name, posted=busy
             )
-        await self._drop_peer(known)
+
+    def leave(self, peer: Peer) -> asyncio.Future[None]:
+        """Forget a peer at once, and have the library forget it as soon as nothing of it is under way any more.
+
+        What is under way is at most a warm-up read that the peer never answered, or that failed: it must keep neither
+        the caller waiting nor the peer known, but its request and its lists stay until the library has let go of it.
+        """
+        self._peers.pop(peer.name, None)
+        return self._leaves(peer.name, self._drop_peer(peer))
+
+    def _leaves(self, name: str, how: Coroutine[Any, Any, None]) -> asyncio.Future[None]:
+        """Have a new :meth:`add_peer` of this name wait for something."""
+        task = self._leaving[name] = asyncio.ensure_future(how)
+
+        def gone(_: asyncio.Future[None]) -> None:
+            if self._leaving.get(name) is task:
+                del self._leaving[name]
+            if not task.cancelled() and task.exception() is not None:
+                _log.warning("%s: removing peer %s failed: %s", self._name, name, task.exception())
+
+        task.add_done_callback(gone)
+        return task
 
     async def _drop_peer(self, peer: Peer) -> None:
         pump = self._running
-        if pump is None or self._peers.pop(peer.name, None) is None:
+        if pump is None:
             return
-        pump.adjust(peers=-1)
-        if self._state != "open":
-            return
-        for read in self._reads_of(peer):
-            if read.state is ReadState.READY:
-                await self.release(read)
-        for entry in [e for e in self._rows.values() if e.rows.peer.id == peer.id]:
-            await self.release_rows(entry.rows)
-        await asyncio.shield(pump.call(lambda driver: driver.remove_peer(peer.name)))
+        try:
+            if self._state == "open":
+                for read in self._reads_of(peer):
+                    if read.state is ReadState.READY:
+                        await self.release(read)
+                for entry in [e for e in self._rows.values() if e.rows.peer.id == peer.id]:
+                    await self.release_rows(entry.rows)
+            for read in self._moving(peer):
+                await read.quiesced
+            if self._state == "open":
+                await pump.call(lambda driver: driver.remove_peer(peer.name))
+        finally:
+            pump.adjust(peers=-1)
 
     def _reads_of(self, peer: Peer) -> list[PumpedRead]:
         return [read for read in self._reads if read.peer.id == peer.id]
+
+    def _moving(self, peer: Peer) -> list[PumpedRead]:
+        """The reads from a peer that may still write."""
+        return [r for r in self._reads_of(peer) if r.state is ReadState.POSTED or not r.is_quiesced]
 
     def _known(self, peer: Peer) -> Peer:
         known = self._peers.get(peer.name)
@@ -442,6 +479,7 @@ class PumpedEngine:
     def _forget(self, read: PumpedRead) -> None:
         """The library has freed the request of this read (or is about to, before anything else)."""
         read.let_go()
+        self._warm_ups.discard(read)
         if read in self._reads:
             self._reads.discard(read)
             entries = (self._rows.get(read.local.id), self._rows.get(read.remote.id))

@@ -287,3 +287,57 @@ async def test_an_unforeseen_failure_is_internal_and_the_thread_lives_on(world: 
     with pytest.raises(KvxferError, match="INTERNAL"):
         await world.reader._pump().call(lambda _: 1 // 0)
     await world.reader.post(await world.make())
+
+
+async def _silent(world: World) -> tuple[LoopbackEngine, Span, bytes]:
+    """An engine that warms connections up, and a source that will not answer until ``let_go``."""
+    reader = LoopbackEngine("warm", world.fabric, settings=EngineSettings(warm_up=0.05, drain=0.2))
+    await reader.start()
+    world.fabric.hold()
+    return reader, Span(world.data.ctypes.data, world.data.nbytes), await world.source.metadata()
+
+
+async def test_a_peer_that_was_silent_at_first_can_be_removed_and_met_again(world: World) -> None:
+    reader, span, metadata = await _silent(world)
+    peer = await reader.add_peer(metadata, "source", spans=[span])
+    assert peer.warm_seconds is None
+    await asyncio.wait_for(reader.remove_peer(peer), 5)
+    with pytest.raises(KvxferError, match="NO_HANDSHAKE"):
+        await reader.remove_peer(peer)
+    again = asyncio.ensure_future(reader.add_peer(metadata, "source", spans=[span]))
+    await reader.metadata()
+    await reader.metadata()  # whatever the removal asked of the library was done by now
+    assert not again.done()
+    assert len(reader.driver.alive) == 4  # nothing is freed under the read: scratch, two lists, request
+    world.fabric.let_go()
+    peer = await asyncio.wait_for(again, 5)
+    assert peer.warm_seconds is not None
+    info = await reader.info()
+    assert (info.peers, info.counters.done, info.counters.failed) == (1, 2, 0)
+    await reader.remove_peer(peer)
+    await eventually(lambda: len(reader.driver.alive) == 1)
+    await reader.close()
+
+
+async def test_a_meeting_that_was_called_off_can_be_repeated(world: World) -> None:
+    reader, span, metadata = await _silent(world)
+    first = asyncio.ensure_future(reader.add_peer(metadata, "source", spans=[span]))
+    await eventually(lambda: world.fabric.posts == 1)
+    first.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await first
+    again = asyncio.ensure_future(reader.add_peer(metadata, "source", spans=[span]))
+    await eventually(lambda: "source" not in reader._peers and "source" not in reader._adding)
+    world.fabric.let_go()
+    await asyncio.wait_for(again, 5)
+    await reader.close()
+
+
+async def test_an_engine_with_a_peer_that_is_leaving_can_be_closed(world: World) -> None:
+    reader, span, metadata = await _silent(world)
+    await reader.remove_peer(await reader.add_peer(metadata, "source", spans=[span]))
+    again = asyncio.ensure_future(reader.add_peer(metadata, "source", spans=[span]))
+    await asyncio.wait_for(reader.close(), 5)
+    with pytest.raises(KvxferError, match="SHUTTING_DOWN"):
+        await asyncio.wait_for(again, 5)
+    assert not reader._leaving
