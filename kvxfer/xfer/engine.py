@@ -226,7 +226,7 @@ class PumpedEngine:
         try:
             seconds = await self._warm_up(peer)
         except BaseException:
-            self.leave(peer)
+            self._leave(peer)
             raise
         if seconds is not None:
             peer = self._peers[name] = replace(peer, warm_seconds=seconds)
@@ -234,7 +234,7 @@ class PumpedEngine:
 
     async def _undo_meeting(self, meeting: asyncio.Future[Peer]) -> None:
         try:
-            self.leave(await meeting)
+            self._leave(await meeting)
         except KvxferError as error:
             _log.info("%s: a peer that nobody waited for: %s", self._name, error)
 
@@ -281,13 +281,12 @@ class PumpedEngine:
     async def remove_peer(self, peer: Peer) -> None:
         """See :meth:`kvxfer.xfer.api.TransferEngine.remove_peer`."""
         self.require_idle(peer)
-        warming = self._moving(peer)
-        leaving = self.leave(peer)
-        if not warming:
-            await asyncio.shield(leaving)
+        removal = self.start_removal(peer)
+        if removal is not None:
+            await asyncio.shield(removal)
 
     def require_idle(self, peer: Peer) -> None:
-        """Raise what :meth:`remove_peer` would; then :meth:`leave` may be called, before anything else happens."""
+        """Raise what :meth:`remove_peer` would; then :meth:`start_removal` may follow, before anything else happens."""
         self._pump()
         busy = sum(read not in self._warm_ups for read in self._moving(self._known(peer)))
         if busy:
@@ -295,7 +294,13 @@ class PumpedEngine:
                 Reason.TRANSFER_STATE, "reads from this peer are still posted", peer=peer.name, posted=busy
             )
 
-    def leave(self, peer: Peer) -> asyncio.Future[None]:
+    def start_removal(self, peer: Peer) -> asyncio.Future[None] | None:
+        """Forget a peer at once; what remains to be waited for, or None where that depends on the peer."""
+        warming = self._moving(peer)
+        leaving = self._leave(peer)
+        return None if warming else leaving
+
+    def _leave(self, peer: Peer) -> asyncio.Future[None]:
         """Forget a peer at once, and have the library forget it as soon as nothing of it is under way any more.
 
         What is under way is at most a warm-up read that the peer never answered, or that failed: it must keep neither

@@ -62,8 +62,10 @@ class LanedRead:
 
     @property
     def state(self) -> ReadState:
-        """The state of the part that is least far; FAILED once nothing is under way and one has failed."""
+        """POSTED while any part is; then FAILED if one failed, or was refused where another was posted."""
         states = {read.state for _, read in self.parts}
+        if states == {ReadState.DONE, ReadState.READY}:
+            return ReadState.FAILED  # a lane refused its part: this never became what was asked for
         order = (ReadState.POSTED, ReadState.FAILED, ReadState.RELEASED, ReadState.READY)
         return next((s for s in order if s in states), ReadState.DONE)
 
@@ -89,8 +91,14 @@ class LanedRead:
 
     @property
     def quiesced(self) -> Awaitable[None]:
-        """Resolves when no part writes any more."""
-        return asyncio.ensure_future(_all_of([read.quiesced for _, read in self.parts]))
+        """Resolves when no part writes any more.
+
+        A part that was refused stays READY, and would only resolve with its release: it is waited for only where no
+        part was posted, so that the whole was not.
+        """
+        unposted = self.state is ReadState.READY
+        waits = [read.quiesced for _, read in self.parts if unposted or not read.is_quiesced]
+        return asyncio.ensure_future(_all_of(waits))
 
 
 async def _all_of(waits: Sequence[Awaitable[None]]) -> None:
@@ -160,9 +168,13 @@ class LanedEngine:
 
     async def remove_peer(self, peer: Peer) -> None:
         """Forget a peer in every lane; TRANSFER_STATE while any still reads from it."""
-        found = self._peers.get(peer.id, (peer,))
-        await asyncio.gather(*(lane.remove_peer(p) for lane, p in zip(self._lanes, found, strict=False)))
+        found = list(zip(self._lanes, self._peers.get(peer.id, (peer,)), strict=False))
+        for lane, known in found:
+            lane.require_idle(known)
         self._peers.pop(peer.id, None)
+        # All lanes forget the peer here and now, so that nothing can come between; only the library takes its time.
+        removals = [removal for lane, known in found if (removal := lane.start_removal(known)) is not None]
+        await asyncio.gather(*(asyncio.shield(removal) for removal in removals))
 
     # -- descriptor lists ------------------------------------------------------------------------------------------
 
@@ -239,6 +251,8 @@ class LanedEngine:
         """Hand every part over."""
         if not isinstance(read, LanedRead):
             raise KvxferError(Reason.TRANSFER_STATE, "a read of another engine", state=read.state.value)
+        if read.state is not ReadState.READY:
+            raise KvxferError(Reason.TRANSFER_STATE, "only a read that is ready can be posted", state=read.state.value)
         waits: list[asyncio.Future[ReadResult]] = []
         for lane, part in read.parts:
             try:
@@ -250,7 +264,8 @@ class LanedEngine:
                 refused.set_exception(error)
                 waits.append(refused)
         for lane, part in read.parts:
-            self._busy(lane, part)
+            if part.state is ReadState.POSTED:  # and was not refused
+                self._busy(lane, part)
         if len(waits) == 1:
             return waits[0]
         return asyncio.ensure_future(self._joined(read, waits))
@@ -302,9 +317,11 @@ class LanedEngine:
         task.add_done_callback(self._tasks.discard)
 
     async def release(self, read: Read) -> None:
-        """Drop every part."""
+        """Drop every part, or none while one is posted."""
         if not isinstance(read, LanedRead):
             raise KvxferError(Reason.TRANSFER_STATE, "a read of another engine", state=read.state.value)
+        if read.state is ReadState.POSTED:
+            raise KvxferError(Reason.TRANSFER_STATE, "a posted read cannot be released", state=read.state.value)
         for lane, part in read.parts:
             await lane.release(part)
 
@@ -336,7 +353,15 @@ class LanedEngine:
         self, do: Callable[[PumpedEngine], Awaitable[T]], *, undo: Callable[[PumpedEngine, T], Awaitable[Any]]
     ) -> tuple[T, ...]:
         """Do something in every lane at once; if it fails in one, undo it in the others."""
-        results = await asyncio.gather(*(do(lane) for lane in self._lanes), return_exceptions=True)
+        doing = [asyncio.ensure_future(do(lane)) for lane in self._lanes]
+        try:
+            results = await asyncio.gather(*doing, return_exceptions=True)
+        except asyncio.CancelledError:  # has cancelled those that were still at it
+            undoing = asyncio.ensure_future(self._undone(doing, undo))
+            self._tasks.add(undoing)
+            undoing.add_done_callback(self._tasks.discard)
+            await asyncio.shield(undoing)
+            raise
         failures = [r for r in results if isinstance(r, BaseException)]
         done: list[T] = []
         for lane, result in zip(self._lanes, results, strict=True):
@@ -351,6 +376,18 @@ class LanedEngine:
         if failures:
             raise failures[0]
         return tuple(done)
+
+    async def _undone(
+        self, doing: Sequence[asyncio.Future[T]], undo: Callable[[PumpedEngine, T], Awaitable[Any]]
+    ) -> None:
+        """Undo what was done in some lanes before the caller gave up."""
+        results = await asyncio.gather(*doing, return_exceptions=True)
+        for lane, result in zip(self._lanes, results, strict=True):
+            if not isinstance(result, BaseException):
+                try:
+                    await undo(lane, result)
+                except KvxferError as error:
+                    _log.warning("%s: not undone: %s", lane.name, error)
 
 
 def _together(parts: Sequence[Telemetry]) -> Telemetry:

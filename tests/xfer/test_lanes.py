@@ -12,11 +12,11 @@ import pytest
 import pytest_asyncio
 
 from kvxfer.core.errors import KvxferError, Reason
-from kvxfer.xfer.api import MemoryKind, Peer, Read, ReadState, Rows, Span, TransferEngine
+from kvxfer.xfer.api import MemoryKind, Peer, Read, ReadResult, ReadState, Rows, Span, TransferEngine
 from kvxfer.xfer.engine import EngineSettings
 from kvxfer.xfer.lanes import LanedEngine
 from kvxfer.xfer.loopback import Fabric, LoopbackEngine
-from tests.xfer.waiting import until
+from tests.xfer.waiting import state_of, until
 
 DRAM = MemoryKind.DRAM
 BLOCK, COUNT = 64, 32
@@ -202,3 +202,69 @@ async def test_a_read_that_was_never_made_is_dropped_without_a_trace(world: Worl
     assert [(await lane.info()).reads for lane in world.lanes] == [0, 0]
     await world.reader.release_rows(world.local)
     assert [(await lane.info()).rows for lane in world.lanes] == [1, 1]
+
+
+async def test_a_peer_that_one_lane_still_reads_from_is_removed_from_none(world: World) -> None:
+    world.fabric.hold()
+    reading = world.reader.submit(await world.make(1))  # in the first lane only
+    for _ in range(2):
+        with pytest.raises(KvxferError) as caught:
+            await world.reader.remove_peer(world.peer)
+        assert caught.value.reason is Reason.TRANSFER_STATE
+    assert [(await lane.info()).peers for lane in world.lanes] == [1, 1]
+    world.fabric.let_go()
+    await reading
+    await until(lambda: not any(lane._reads for lane in world.lanes), 5.0)
+    await world.reader.remove_peer(world.peer)
+    assert [(await lane.info()).peers for lane in world.lanes] == [0, 0]
+    await world.reader.add_peer(await world.source.metadata(), "source", spans=world.peer.spans)
+
+
+async def test_a_read_that_one_lane_refuses_quiesces(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: Read) -> asyncio.Future[ReadResult]:
+        raise KvxferError(Reason.SHUTTING_DOWN, "this lane is closing")
+
+    monkeypatch.setattr(world.lanes[1], "submit", refuse)
+    world.fabric.hold()
+    read = await world.make(8)
+    waiting = world.reader.submit(read)
+    with pytest.raises(KvxferError) as caught:
+        await waiting
+    assert caught.value.reason is Reason.SHUTTING_DOWN
+    assert (state_of(read), read.is_quiesced) == (ReadState.POSTED, False)
+    with pytest.raises(KvxferError, match="TRANSFER_STATE"):
+        await world.reader.release(read)
+    assert [part.state for _, part in read.parts] == [ReadState.POSTED, ReadState.READY]  # type: ignore[attr-defined]
+    quiet = asyncio.ensure_future(_wait(read))
+    world.fabric.let_go()
+    await asyncio.wait_for(quiet, 5)
+    await asyncio.wait_for(read.quiesced, 5)
+    assert read.is_quiesced
+    assert state_of(read) is ReadState.FAILED
+    with pytest.raises(KvxferError, match="TRANSFER_STATE"):
+        await world.reader.post(read)
+    await world.reader.release(read)
+    assert [(await lane.info()).reads for lane in world.lanes] == [0, 0]
+    assert world.reader._load == [0, 0]
+
+
+async def _wait(read: Read) -> None:
+    await read.quiesced
+
+
+async def test_a_meeting_that_was_called_off_is_undone_in_every_lane(world: World) -> None:
+    """One lane had met the peer already when its caller gave up, the other had not."""
+    settings = [EngineSettings(warm_up=seconds, drain=0.2) for seconds in (0.0, 0.1)]
+    lanes = [LoopbackEngine(f"late{i}", world.fabric, settings=settings[i]) for i in range(2)]
+    reader = LanedEngine(lanes)
+    await reader.start()
+    world.fabric.hold()
+    metadata = await world.source.metadata()
+    meeting = asyncio.ensure_future(reader.add_peer(metadata, "source", spans=world.peer.spans))
+    await until(lambda: world.fabric.posts == 1 and not lanes[0]._adding, 5.0)
+    meeting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asyncio.wait_for(meeting, 5)
+    world.fabric.let_go()
+    await asyncio.wait_for(reader.add_peer(metadata, "source", spans=world.peer.spans), 5)
+    await reader.close()
