@@ -3,6 +3,9 @@
 Everything here is plain data and one :class:`typing.Protocol`.  ``nixl.py`` implements it over NIXL, ``loopback.py``
 with ``memcpy`` inside one process; importing this module needs neither.
 
+An engine polls as often as its reads and every :class:`Demand` ask for, about ten times a second where it merely knows
+peers to read from, and not at all without any of these.
+
 All methods are called from one asyncio event loop and never block it.  Failures are
 :class:`kvxfer.core.errors.KvxferError`.  Addresses, lengths and strides are bytes, durations are seconds.
 
@@ -358,7 +361,10 @@ class TransferEngine(Protocol):
         """Poll without pause while held: a peer is reading from here, or a connection is being made."""
 
     def connected(self) -> Demand:
-        """Poll every few milliseconds while held: some peer is connected and may start or die at any time."""
+        """Poll every few milliseconds while held: some peer may start to read from here, or die, at any time.
+
+        Peers that this engine reads from need none: for them it polls now and then by itself.
+        """
 
     async def info(self) -> EngineInfo:
         """What the engine is, and its counters; also answers while closing."""

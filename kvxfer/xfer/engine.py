@@ -1,6 +1,7 @@
 """The bookkeeping of a transfer engine, over any driver: what exists, what uses what, what may be freed when.
 
-Runs on the event loop; every call of the library goes through the :class:`~kvxfer.xfer.pump.Pump`.
+Runs on the event loop; every call of the library goes through the :class:`~kvxfer.xfer.pump.Pump`, which is told how
+many peers are known, and polls for them (rarely) until the library has dropped them.
 """
 
 from __future__ import annotations

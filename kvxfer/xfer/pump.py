@@ -9,7 +9,9 @@ How often the thread polls depends on what is at stake:
   between polls, then with naps of some tens of microseconds, so that other processes on a small machine keep running;
 * peers connected (``connected``): every few milliseconds.  A target that does not poll while a reader dies can be
   aborted by the transport when it polls again, so this interval must stay below 10 ms;
-* neither: not at all.  The thread sleeps until a command arrives.
+* peers known, but none said to be connected (this side only reads, and nothing is under way): ten times a second, so
+  that errors of connections are heard of;
+* none of these: not at all.  The thread sleeps until a command arrives.
 """
 
 from __future__ import annotations
@@ -123,7 +125,8 @@ class PumpSettings:
     :param spin: how long to poll without pause after the last event.
     :param yielding: how long after that to give the processor away between polls, before napping.
     :param nap: length of a nap; must be short against a read (the kernel adds about 50 us).
-    :param interval: between two polls while peers are connected and nothing is under way; at most 10 ms.
+    :param interval: between two polls while peers are connected and nothing is under way; at most 10 ms.  Where peers
+        are only known, the interval is a fixed 0.1 s.
     """
 
     spin: float = 0.0003

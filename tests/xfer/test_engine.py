@@ -341,3 +341,15 @@ async def test_an_engine_with_a_peer_that_is_leaving_can_be_closed(world: World)
     with pytest.raises(KvxferError, match="SHUTTING_DOWN"):
         await asyncio.wait_for(again, 5)
     assert not reader._leaving
+
+
+async def test_known_peers_are_polled_for_now_and_then_until_they_are_removed(world: World) -> None:
+    counters = world.reader._pump().counters
+    polls = counters.polls
+    began = time.perf_counter()
+    await eventually(lambda: counters.polls >= polls + 3)
+    assert time.perf_counter() - began > 0.1  # rarely, though
+    await world.reader.remove_peer(world.peer)
+    await world.reader.metadata()
+    assert world.reader._pump()._peers == 0
+    assert world.reader._pump()._patience() is None
