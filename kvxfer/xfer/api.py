@@ -161,6 +161,9 @@ class Read(Protocol):
     def quiesced(self) -> Awaitable[None]:
         """Resolves when the library has let go of the request; a fresh awaitable each time, safe to cancel.
 
+        Of a read that failed, though its peer was not lost, it resolves about a second later: the library reports the
+        first failure, when other parts of the read may still be moving, and does not tell about those.
+
         Never raises, whatever became of the read.  For a read that was not posted it resolves when it is released.
         """
 

@@ -19,7 +19,10 @@ import numpy.typing as npt
 from kvxfer.core.errors import KvxferError, Reason
 from kvxfer.xfer.api import Indices, MemoryKind, NotificationHandler, RowArray, Span, Telemetry
 from kvxfer.xfer.engine import EngineSettings, PumpedEngine
-from kvxfer.xfer.pump import LibraryInfo
+from kvxfer.xfer.pump import LibraryInfo, PumpSettings
+
+#: The settings of a loopback engine that is given none.
+QUICK: Final = EngineSettings(pump=PumpSettings(grace=0.0), warm_up=0.0)
 
 _MAGIC: Final = b"kvxfer-loopback\0"
 
@@ -268,7 +271,10 @@ class LoopbackDriver:
 
 
 class LoopbackEngine(PumpedEngine):
-    """The transfer engine over a :class:`Fabric`; no warm-up reads unless the settings ask for them."""
+    """The transfer engine over a :class:`Fabric`; no warm-up reads unless the settings ask for them.
+
+    Nor is a failed request kept: here nothing of it is in flight.
+    """
 
     def __init__(
         self,
@@ -279,4 +285,4 @@ class LoopbackEngine(PumpedEngine):
         settings: EngineSettings | None = None,
     ) -> None:
         self.driver: Final = LoopbackDriver(fabric)
-        super().__init__(name, self.driver, on_notification, settings or EngineSettings(warm_up=0.0))
+        super().__init__(name, self.driver, on_notification, settings or QUICK)

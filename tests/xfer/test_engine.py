@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +15,8 @@ import pytest_asyncio
 from kvxfer.core.errors import KvxferError, Reason
 from kvxfer.xfer.api import MemoryKind, Peer, Read, ReadState, Rows, Span, TransferEngine
 from kvxfer.xfer.engine import EngineSettings
-from kvxfer.xfer.loopback import Fabric, LoopbackEngine
+from kvxfer.xfer.loopback import QUICK, Fabric, LoopbackEngine
+from kvxfer.xfer.pump import PumpSettings
 from tests.xfer.waiting import state_of, until
 
 DRAM = MemoryKind.DRAM
@@ -55,7 +56,7 @@ async def world() -> AsyncIterator[World]:
     notes: list[tuple[str, bytes]] = []
     made = World(
         fabric,
-        LoopbackEngine("reader", fabric, settings=EngineSettings(warm_up=0.0, drain=0.2)),
+        LoopbackEngine("reader", fabric, settings=replace(QUICK, drain=0.2)),
         LoopbackEngine("source", fabric, lambda peer, payload: notes.append((peer, payload))),
         np.zeros(BLOCK * COUNT, dtype=np.uint8),
         np.random.default_rng(1).integers(1, 256, BLOCK * COUNT, dtype=np.uint8),
@@ -353,3 +354,34 @@ async def test_known_peers_are_polled_for_now_and_then_until_they_are_removed(wo
     await world.reader.metadata()
     assert world.reader._pump()._peers == 0
     assert world.reader._pump()._patience() is None
+
+
+@pytest.mark.parametrize("reason", [Reason.TRANSFER_FAILED, Reason.INTERNAL, Reason.PEER_LOST])
+async def test_a_failed_read_keeps_its_memory_for_a_while_unless_the_peer_was_lost(
+    world: World, reason: Reason
+) -> None:
+    """A library reports the first of many operations that fails; others may still be writing."""
+    lost = reason is Reason.PEER_LOST
+    grace = 60.0 if lost else 0.5
+    reader = LoopbackEngine("kept", world.fabric, settings=replace(QUICK, pump=PumpSettings(grace=grace)))
+    await reader.start()
+    await reader.register([Span(world.into.ctypes.data, world.into.nbytes)])
+    span = Span(world.data.ctypes.data, world.data.nbytes)
+    peer = await reader.add_peer(await world.source.metadata(), "source", spans=[span])
+    local = await reader.prepare_local(world.local.rows, DRAM, peer)
+    remote = await reader.prepare_remote(world.remote.rows, DRAM, peer)
+    read = await reader.make_read(local, numbers(3), remote, numbers(3), b"")
+    world.fabric.fail_post(1, reason)
+    began = time.perf_counter()
+    with pytest.raises(KvxferError) as caught:
+        await reader.post(read)
+    assert caught.value.reason is reason
+    if not lost:
+        assert (state_of(read), read.is_quiesced) == (ReadState.FAILED, False)
+        with pytest.raises(KvxferError, match="TRANSFER_STATE"):
+            await reader.remove_peer(peer)
+    await asyncio.wait_for(read.quiesced, 5)
+    assert lost or time.perf_counter() - began >= grace
+    await reader.remove_peer(peer)
+    await eventually(lambda: len(reader.driver.alive) == 1)
+    await reader.close()

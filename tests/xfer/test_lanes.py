@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +15,7 @@ from kvxfer.core.errors import KvxferError, Reason
 from kvxfer.xfer.api import MemoryKind, Peer, Read, ReadResult, ReadState, Rows, Span, TransferEngine
 from kvxfer.xfer.engine import EngineSettings
 from kvxfer.xfer.lanes import LanedEngine
-from kvxfer.xfer.loopback import Fabric, LoopbackEngine
+from kvxfer.xfer.loopback import QUICK, Fabric, LoopbackEngine
 from tests.xfer.waiting import state_of, until
 
 DRAM = MemoryKind.DRAM
@@ -60,7 +60,7 @@ class World:
 async def world() -> AsyncIterator[World]:
     fabric = Fabric()
     notes: list[tuple[str, bytes]] = []
-    settings = EngineSettings(warm_up=0.0, drain=0.2)
+    settings = replace(QUICK, drain=0.2)
     lanes = [LoopbackEngine(name, fabric, settings=settings) for name in ("reader", "reader/lane1")]
     reader = LanedEngine(lanes, split_bytes=SPLIT)
     source = LoopbackEngine("source", fabric, lambda peer, payload: notes.append((peer, payload)))
