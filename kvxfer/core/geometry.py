@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Final
 
-#: Work limit of :func:`overlap`; past it two boxes count as overlapping (a refusal, never a wrong answer).
-OVERLAP_BUDGET: Final = 100_000
+#: Most steps of comparing two boxes, and of all comparisons that share a :class:`Budget`: about two seconds.
+PAIR_STEPS: Final = 100_000
+ALL_STEPS: Final = 1_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,47 +68,119 @@ class Box:
         return None
 
 
-def overlap(a: Box, b: Box) -> bool:
-    """Whether two boxes share a byte.  Exact up to :data:`OVERLAP_BUDGET` steps, then pessimistic."""
-    budget = [OVERLAP_BUDGET]
-    return _overlap(a.simplified(), b.simplified(), budget)
+class TooIntricateError(Exception):
+    """Boxes that cannot be compared within the steps allowed."""
 
 
-def _overlap(a: Box, b: Box, budget: list[int]) -> bool:
-    if a.offset >= b.end or b.offset >= a.end:
-        return False
-    budget[0] -= 1
-    if budget[0] < 0 or not (a.dims or b.dims):
-        return True
-    if a.dims and b.dims and a.dims[0].stride == b.dims[0].stride:
-        # Equal outer strides: only the difference of the two indices matters.
-        stride = a.dims[0].stride
-        inner_a, inner_b = Box(a.offset, a.length, a.dims[1:]), Box(b.offset, b.length, b.dims[1:])
-        lowest = max(-(b.dims[0].extent - 1), _ceil_div(inner_b.offset - inner_a.end + 1, stride))
-        highest = min(a.dims[0].extent - 1, (inner_b.end - inner_a.offset - 1) // stride)
-        return any(_overlap(inner_a.shifted(d * stride), inner_b, budget) for d in range(lowest, highest + 1))
-    if not a.dims or (b.dims and b.dims[0].stride > a.dims[0].stride):
-        a, b = b, a
-    outer, inner = a.dims[0], Box(a.offset, a.length, a.dims[1:])
-    first = max(0, _ceil_div(b.offset - inner.end + 1, outer.stride))
-    last = min(outer.extent - 1, (b.end - inner.offset - 1) // outer.stride)
-    return any(_overlap(inner.shifted(i * outer.stride), b, budget) for i in range(first, last + 1))
+class Budget:
+    """Steps that a series of comparisons may take, each and all of them together."""
+
+    def __init__(self, total: int = ALL_STEPS, each: int = PAIR_STEPS) -> None:
+        self._total, self._each = total, each
+
+    def meet(self, a: Shape, b: Shape) -> tuple[bool, bool]:
+        """Compare two shapes, see :func:`overlap` and :func:`block_meetings`.
+
+        :raises TooIntricateError: where the steps run out.
+        """
+        allowed = min(self._each, self._total)
+        work = _Work(allowed)
+        try:
+            other = _meet(a.outermost, b.outermost, b.offset - a.offset, work)
+        finally:
+            self._total -= allowed - work.left
+        return work.same, other
 
 
-def block_meetings(a: Box, b: Box, stride: int, blocks_a: int, blocks_b: int) -> tuple[bool, bool]:
+class _Work:
+    """What one comparison may still spend, and whether it has seen blocks of one number meet."""
+
+    __slots__ = ("left", "same")
+
+    def __init__(self, left: int) -> None:
+        self.left = left
+        self.same = False
+
+
+class _Level:
+    """A dimension of a shape and all inside it; without ``inner`` it is a run of ``span`` bytes."""
+
+    __slots__ = ("blocks", "extent", "inner", "span", "stride")
+
+    def __init__(self, span: int, dim: Dim | None = None, inner: _Level | None = None, *, blocks: bool = False) -> None:
+        self.span, self.inner, self.blocks = span, inner, blocks
+        self.extent, self.stride = (dim.extent, dim.stride) if dim else (1, 0)
+
+
+class Shape:
+    """A box made ready to be compared with many others.
+
+    :param blocks: the dimension that counts blocks, over all of which the shape extends; ``None`` where the numbers of
+        blocks do not matter.
+    """
+
+    __slots__ = ("offset", "outermost")
+
+    def __init__(self, box: Box, blocks: Dim | None = None) -> None:
+        self.offset = box.offset
+        simple = box.simplified()
+        # By stride, and the blocks outside a dimension of equal stride: two shapes come to their blocks together.
+        dims = [(d.stride, False, d) for d in simple.dims]
+        if blocks is not None:
+            dims.append((blocks.stride, True, blocks))
+        level = _Level(simple.length)
+        for stride, counts, dim in sorted(dims, key=lambda d: d[:2]):
+            level = _Level(level.span + (dim.extent - 1) * stride, dim, level, blocks=counts)
+        self.outermost = level
+
+
+def overlap(a: Box, b: Box, budget: Budget | None = None) -> bool:
+    """Whether two boxes share a byte.
+
+    :raises TooIntricateError: where that takes too many steps.
+    """
+    return (budget or Budget()).meet(Shape(a), Shape(b))[1]
+
+
+def block_meetings(
+    a: Box, b: Box, stride: int, blocks_a: int, blocks_b: int, budget: Budget | None = None
+) -> tuple[bool, bool]:
     """How the blocks of two views with one block stride meet.
 
     :param a: block 0 of the first view; block ``i`` is ``i * stride`` further on; ``b`` likewise.
-    :returns: whether a block meets the block of its own number, and whether any meets one of another number.
+    :returns: whether a block meets the block of its own number, and whether any meets one of another number; the first
+        is only told for certain where the second is false.
+    :raises TooIntricateError: where that takes too many steps.
     """
-    # Block i of a and block j of b meet as block 0 of a and block j - i of b do.
-    lowest = max(1 - blocks_a, _ceil_div(a.offset - b.end + 1, stride))
-    highest = min(blocks_b - 1, (a.end - b.offset - 1) // stride)
-    if highest - lowest > OVERLAP_BUDGET:
-        return True, True
-    same = lowest <= 0 <= highest and overlap(a, b)
-    other = any(overlap(a, b.shifted(d * stride)) for d in range(lowest, highest + 1) if d)
-    return same, other
+    return (budget or Budget()).meet(Shape(a, Dim(blocks_a, stride)), Shape(b, Dim(blocks_b, stride)))
+
+
+def _meet(a: _Level, b: _Level, by: int, work: _Work) -> bool:
+    """Whether two shapes share a byte, other than of blocks of one number; ``b`` begins ``by`` bytes after ``a``."""
+    if by >= a.span or -by >= b.span:
+        return False
+    work.left -= 1
+    if work.left < 0:
+        raise TooIntricateError
+    if a.inner is not None and b.inner is not None and a.stride == b.stride:
+        # Equal outer strides: only the difference of the two indices matters.
+        stride = a.stride
+        lowest = max(1 - b.extent, _ceil_div(by - a.inner.span + 1, stride))
+        highest = min(a.extent - 1, (by + b.inner.span - 1) // stride)
+        for d in range(lowest, highest + 1):
+            if d == 0 and a.blocks:
+                work.same = work.same or _meet(a.inner, b.inner, by, work)
+            elif _meet(a.inner, b.inner, by - d * stride, work):
+                return True
+        return False
+    if a.inner is None or (b.inner is not None and b.stride > a.stride):
+        a, b, by = b, a, -by
+    if a.inner is None:
+        return True
+    stride = a.stride
+    first = max(0, _ceil_div(by - a.inner.span + 1, stride))
+    last = min(a.extent - 1, (by + b.span - 1) // stride)
+    return any(_meet(a.inner, b, by - i * stride, work) for i in range(first, last + 1))
 
 
 def _ceil_div(a: int, b: int) -> int:

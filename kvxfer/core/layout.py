@@ -19,7 +19,7 @@ from functools import cached_property
 from typing import Final
 
 from kvxfer.core.errors import KvxferError, Reason
-from kvxfer.core.geometry import Box, Dim, block_meetings, overlap
+from kvxfer.core.geometry import Box, Budget, Dim, Shape, TooIntricateError
 
 #: Addresses, sizes and offsets must be below this (they travel as signed 64-bit integers).
 MAX_BYTES: Final = 2**63 - 1
@@ -434,41 +434,54 @@ class CacheLayout:
     def _check_sharing(self) -> None:
         """Within a group no byte twice; between groups a byte may be shared, but only by blocks of one number."""
         pools = list(range(len(self.groups)))
-        by_region: dict[int, list[tuple[int, int, View, Component]]] = {}
+        by_region: dict[int, list[_Part]] = {}
         for g, group in enumerate(self.groups):
             for view, component in group.parts():
-                box = view.component_box(component)
-                by_region.setdefault(view.region, []).append((box.offset, g, view, component))
+                by_region.setdefault(view.region, []).append(_Part(g, view, component))
         pairs = 0
-        for region, members in by_region.items():
-            members.sort(key=lambda m: m[0])
-            live: list[tuple[int, tuple[int, int, View, Component]]] = []
-            for member in members:
-                live = [(end, other) for end, other in live if end > member[0]]
+        budget = Budget()
+        for region, parts in by_region.items():
+            parts.sort(key=lambda p: p.box.offset)
+            live: list[_Part] = []
+            for part in parts:
+                live = [other for other in live if other.end > part.box.offset]
                 pairs += len(live)
                 if pairs > MAX_SHARING_PAIRS:
                     raise invalid("groups", f"more than {MAX_SHARING_PAIRS} pairs of components lie interleaved")
-                for _, other in live:
-                    if self._shares(region, other, member):
-                        a, b = _root(pools, other[1]), _root(pools, member[1])
+                for other in live:
+                    if self._shares(region, other, part, budget):
+                        a, b = _root(pools, other.group), _root(pools, part.group)
                         pools[max(a, b)] = min(a, b)
-                live.append((member[2].component_box(member[3]).end, member))
+                live.append(part)
         object.__setattr__(self, "_pools", tuple(_root(pools, g) for g in range(len(self.groups))))
 
-    def _shares(self, region: int, a: tuple[int, int, View, Component], b: tuple[int, int, View, Component]) -> bool:
+    def _shares(self, region: int, a: _Part, b: _Part, budget: Budget) -> bool:
         """Whether two components of different groups lie over the same bytes, block by block.
 
-        :raises KvxferError: LAYOUT_INVALID where they overlap in any other way.
+        :raises KvxferError: LAYOUT_INVALID where they overlap in any other way, or where that is too hard to tell.
         """
-        (_, ga, va, ca), (_, gb, vb, cb) = a, b
-        if ga != gb and va.block_stride == vb.block_stride:
-            same, other = block_meetings(
-                va.block_box(ca), vb.block_box(cb), va.block_stride, va.num_blocks, vb.num_blocks
-            )
-            if not other:
-                return same
-        elif not overlap(va.component_box(ca), vb.component_box(cb)):
-            return False
+        (ga, va, ca), (gb, vb, cb) = (a.group, a.view, a.component), (b.group, b.view, b.component)
+        try:
+            if ga != gb and va.block_stride == vb.block_stride:
+                same, other = budget.meet(a.blocks, b.blocks)
+            else:
+                same, other = False, budget.meet(a.whole, b.whole)[1]
+        except TooIntricateError:
+            raise invalid(
+                f"groups[{gb}].views",
+                f"the layout is too intricate: whether group {self.groups[ga].name}, layer {va.layer}, component "
+                f"{ca.name} and group {self.groups[gb].name}, layer {vb.layer}, component {cb.name} overlap in region "
+                f"{region} takes too many steps to tell",
+                region=region,
+                group=self.groups[ga].name,
+                layer=va.layer,
+                component=ca.name,
+                other_group=self.groups[gb].name,
+                other_layer=vb.layer,
+                other_component=cb.name,
+            ) from None
+        if not other:
+            return same
         first, second = self.groups[ga].name, self.groups[gb].name
         what = (
             f"group {first}, layer {va.layer}, component {ca.name} and group {second}, layer {vb.layer}, component "
@@ -507,6 +520,25 @@ class CacheLayout:
         """SHA-256 over the whole layout, hexadecimal: equal exactly where two layouts are."""
         text = json.dumps(asdict(self), sort_keys=True, separators=(",", ":"), default=lambda e: e.value)
         return hashlib.sha256(text.encode()).hexdigest()
+
+
+class _Part:
+    """A component of a view, with what its comparison with others needs."""
+
+    def __init__(self, group: int, view: View, component: Component) -> None:
+        self.group, self.view, self.component = group, view, component
+        self.box = view.component_box(component)
+        self.end = self.box.end
+
+    @cached_property
+    def whole(self) -> Shape:
+        """Every byte, whichever block it is of."""
+        return Shape(self.box)
+
+    @cached_property
+    def blocks(self) -> Shape:
+        """Every byte, block by block."""
+        return Shape(self.view.block_box(self.component), Dim(self.view.num_blocks, self.view.block_stride))
 
 
 def _root(parents: Sequence[int], i: int) -> int:

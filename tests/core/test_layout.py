@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -208,3 +209,55 @@ def test_a_layout_too_intricate_to_check_is_refused_in_time() -> None:
     views = tuple(View(f"l{i}", 0, i, 4096, 64, (tiny,)) for i in range(1_000))
     with pytest.raises(KvxferError, match="lie interleaved"):
         CacheLayout((Region(4096 * 64),), (Group("g", GroupKind.STATE, views),))
+
+
+def combed(layer: str, base: int, block_stride: int, unit_stride: int, blocks: int = 3_000) -> View:
+    """Single bytes, 1,000 of them a block."""
+    teeth = Component("c", "uint8", 1, (Axis(UNIT, 1_000, unit_stride),), UnitRange(0, 1_000, 1_000))
+    return View(layer, 0, base, block_stride, blocks, (teeth,))
+
+
+@pytest.mark.parametrize("groups", [1, 2], ids=["in one group", "in two"])
+@pytest.mark.parametrize("stride", [4_000_000, 4_000_002], ids=["one block stride", "two"])
+def test_two_components_like_combs_are_compared_or_refused_in_time(groups: int, stride: int) -> None:
+    """Even bytes and odd ones."""
+    views = (combed("a", 0, 4_000_000, 3_800), combed("b", 1, stride, 3_802))
+    split = (views,) if groups == 1 else tuple((v,) for v in views)
+    begun = time.process_time()
+    try:
+        CacheLayout((Region(2**40),), tuple(Group(f"g{i}", GroupKind.STATE, v) for i, v in enumerate(split)))
+    except KvxferError as error:
+        assert "too intricate" in error.message and stride != 4_000_000
+    assert time.process_time() - begun < 2
+
+
+def test_many_pairs_that_each_take_a_while_are_refused_in_time() -> None:
+    """Each view has another byte of 64; each pair takes far less than one pair may."""
+    views = tuple(combed(f"l{i}", i, 4_000_000, 64 * (40 + i % 22), blocks=40) for i in range(64))
+    begun = time.process_time()
+    with pytest.raises(KvxferError, match="too intricate") as caught:
+        CacheLayout((Region(2**40),), (Group("g", GroupKind.STATE, views),))
+    assert time.process_time() - begun < 6
+    assert caught.value.reason is Reason.LAYOUT_INVALID
+    CacheLayout((Region(2**40),), (Group("g", GroupKind.STATE, views[:20]),))
+
+
+def test_an_ordinary_large_layout_is_built_in_time() -> None:
+    """40 state layers of four components in block-major pages, which 40 attention layers share."""
+    layers, part, blocks = 40, 512, 20_000
+    page = layers * 4 * part
+    states = tuple(
+        View(f"m{i}", 0, (4 * i) * part, page, blocks, tuple(ssm(name=f"s{j}", offset=j * part) for j in range(4)))
+        for i in range(layers)
+    )
+    attended = tuple(
+        View(f"l{i}", 0, 4 * i * part, page, blocks, (kv(), kv(name="v", offset=part))) for i in range(layers)
+    )
+    begun = time.process_time()
+    built = layout(
+        Group("state", GroupKind.STATE, states),
+        Group("attention", GroupKind.ATTENTION, attended, 16),
+        size=page * blocks,
+    )
+    assert built.pools == (0, 0)
+    assert time.process_time() - begun < 4
