@@ -197,14 +197,14 @@ class Sidecar:
 
     def _bind_engine(self, server: grpc.aio.Server) -> None:
         path = self.settings.engine_socket
-        _make_way(path)
+        group = group_number(self.settings.engine_socket_group)
+        _make_way(path, group)
         mode = int(self.settings.engine_socket_mode, 8)
         # The socket must never be open to others, not even for the moment before chmod.
         before = os.umask(0o777 & ~mode)
         try:
             server.add_insecure_port(self.engine_target)
             path.chmod(mode)
-            group = group_number(self.settings.engine_socket_group)
             if group is not None:
                 os.chown(path, -1, group)
         except (RuntimeError, OSError) as error:
@@ -240,13 +240,19 @@ class Sidecar:
                 registration.readers.tick(now)
 
 
-def _make_way(path: Path) -> None:
+def _make_way(path: Path, group: int | None) -> None:
     """Make the socket's directory, and remove a socket that nobody listens on any more.
+
+    :param group: may pass through a directory that is made here.
 
     :raises KvxferError: FIELD_INVALID where something else is there, or a live sidecar.
     """
     try:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not path.parent.exists():
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if group is not None:
+                os.chown(path.parent, -1, group)
+                path.parent.chmod(0o710)
         kind = path.lstat().st_mode
     except FileNotFoundError:
         return

@@ -6,6 +6,7 @@ import asyncio
 import os
 import socket
 import stat
+from pathlib import Path
 from typing import Any
 
 import grpc.aio
@@ -14,8 +15,11 @@ from google.protobuf import descriptor_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
+from kvxfer.config import Settings
 from kvxfer.core.errors import KvxferError, Reason
 from kvxfer.pb import transfer_pb2 as pb
+from kvxfer.sidecar import Sidecar
+from kvxfer.xfer.loopback import Fabric, LoopbackEngine
 from tests.support.errors import refusal
 from tests.support.loopback import Cluster, Node, Reading, soon
 
@@ -182,3 +186,24 @@ async def test_status(reading: Reading) -> None:
     # Past the end is an empty page.
     beyond = await reading.stub.GetStatus(pb.GetStatusRequest(peers_page_token="9" * 256))
     assert not beyond.peers
+
+
+async def test_a_group_may_reach_the_socket_that_is_made_for_it(tmp_path: Path) -> None:
+    """A directory that only its owner may enter would make the socket's group useless."""
+    path = tmp_path / "run" / "kvxfer.sock"
+    group = os.getgid()
+    settings = Settings(
+        engine_socket=path,
+        engine_socket_mode="0660",
+        engine_socket_group=str(group),
+        memory_directories=(str(tmp_path),),
+    )
+    fabric = Fabric()
+    sidecar = Sidecar(settings, lambda name, tell: LoopbackEngine(name, fabric, tell))
+    await sidecar.start()
+    try:
+        made = path.parent.stat()
+        assert (stat.S_IMODE(made.st_mode), made.st_gid) == (0o710, group)
+        assert (stat.S_IMODE(path.stat().st_mode), path.stat().st_gid) == (0o660, group)
+    finally:
+        await sidecar.stop()

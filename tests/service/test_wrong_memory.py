@@ -11,10 +11,9 @@ from kvxfer.core.errors import Reason
 from kvxfer.core.layout import Rank
 from kvxfer.pb import transfer_pb2 as pb
 from kvxfer.wire.requests import handshake_to_pb
-from tests.service.test_refusals import small_layout
 from tests.support.engines import Member, SharedRegions, registration
 from tests.support.errors import refusal
-from tests.support.loopback import Reading
+from tests.support.loopback import Reading, small_layout
 
 
 async def test_memory_made_anew_under_the_same_name_is_not_the_registered_one(reading: Reading) -> None:
