@@ -12,6 +12,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Final
 
+from kvxfer.core.errors import KvxferError, Reason
 from kvxfer.wire.peer import Reader
 from kvxfer.xfer.api import Demand, TransferEngine
 
@@ -21,6 +22,10 @@ CONNECT_WINDOW: Final = 1.0
 IDLE_TIMEOUT: Final = 30.0
 #: A read whose reader never closes it stops costing CPU after so long, seconds.
 OPEN_LIMIT: Final = 120.0
+#: Most readers of one registration, and most reads that one reader may have under way: whoever reaches the peer port
+#: may say that it is one, and each costs CPU.
+MAX_READERS: Final = 1_024
+MAX_READS: Final = 256
 
 
 @dataclass
@@ -58,10 +63,20 @@ class Readers:
         return self.engine
 
     def meet(self, key: Reader, address: str, *, connecting: bool) -> None:
-        """A reader introduced itself, or said that it is alive; ``connecting``: it is about to make a connection."""
+        """A reader introduced itself, or said that it is alive; ``connecting``: it is about to make a connection.
+
+        :raises KvxferError: LIMIT_EXCEEDED for a new reader where there are :data:`MAX_READERS` already.
+        """
         now = time.monotonic()
         reader = self._known.get(key)
         if reader is None:
+            if len(self._known) >= MAX_READERS:
+                raise KvxferError(
+                    Reason.LIMIT_EXCEEDED,
+                    f"this engine has {len(self._known)} readers; the limit is {MAX_READERS} (max_readers)",
+                    limit_name="max_readers",
+                    limit=MAX_READERS,
+                )
             reader = self._known[key] = _Reader(address, now, self._engine().connected(), None, 0.0)
         reader.heard, reader.address = now, address
         if connecting:
@@ -70,10 +85,20 @@ class Readers:
             reader.connecting_until = now + CONNECT_WINDOW
 
     def open(self, key: Reader, transfer_id: str, address: str) -> None:
-        """A read is under way: poll without pause until it is closed."""
+        """A read is under way: poll without pause until it is closed.
+
+        :raises KvxferError: LIMIT_EXCEEDED where the reader has :data:`MAX_READS` under way already; as :meth:`meet`.
+        """
         self.meet(key, address, connecting=False)
         reader = self._known[key]
         if transfer_id not in reader.reads:
+            if len(reader.reads) >= MAX_READS:
+                raise KvxferError(
+                    Reason.LIMIT_EXCEEDED,
+                    f"this reader has {len(reader.reads)} reads under way; the limit is {MAX_READS} (max_reads)",
+                    limit_name="max_reads",
+                    limit=MAX_READS,
+                )
             reader.reads[transfer_id] = (self._engine().serving(), time.monotonic() + OPEN_LIMIT)
 
     def close_read(self, key: Reader, transfer_id: str) -> None:

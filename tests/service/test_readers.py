@@ -1,0 +1,95 @@
+"""Readers, as whoever reaches the peer port may claim to be."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from kvxfer.core.errors import KvxferError, Reason
+from kvxfer.core.layout import Rank
+from kvxfer.service.readers import MAX_READERS, MAX_READS, Readers
+from kvxfer.wire.peer import Reader
+
+
+class Demands:
+    """Counts the demands that are held."""
+
+    def __init__(self) -> None:
+        self.held: Counter[str] = Counter()
+
+    def _take(self, kind: str) -> Any:
+        self.held[kind] += 1
+        return _Held(self, kind)
+
+    def serving(self) -> Any:
+        return self._take("serving")
+
+    def connected(self) -> Any:
+        return self._take("connected")
+
+
+class _Held:
+    def __init__(self, demands: Demands, kind: str) -> None:
+        self.demands, self.kind = demands, kind
+
+    def close(self) -> None:
+        self.demands.held[self.kind] -= 1
+
+
+@pytest.fixture
+def demands() -> Demands:
+    return Demands()
+
+
+@pytest.fixture
+def readers(demands: Demands) -> Readers:
+    made = Readers()
+    made.engine = demands  # type: ignore[assignment]
+    return made
+
+
+def reader(number: int) -> Reader:
+    return Reader(f"engine-{number}", Rank(), "incarnation")
+
+
+def refused(caught: pytest.ExceptionInfo[KvxferError], name: str, limit: int) -> None:
+    assert caught.value.reason is Reason.LIMIT_EXCEEDED
+    assert name in caught.value.message
+    assert caught.value.metadata["limit_name"] == name
+    assert caught.value.metadata["limit"] == str(limit)
+
+
+async def test_new_readers_over_the_limit_are_refused_and_known_ones_go_on(readers: Readers, demands: Demands) -> None:
+    for number in range(MAX_READERS):
+        readers.meet(reader(number), "a:1", connecting=True)
+    with pytest.raises(KvxferError) as caught:
+        readers.meet(reader(MAX_READERS), "a:1", connecting=True)
+    refused(caught, "max_readers", MAX_READERS)
+    with pytest.raises(KvxferError) as caught:
+        readers.open(reader(MAX_READERS), "t", "a:1")
+    refused(caught, "max_readers", MAX_READERS)
+    assert len(readers.status()) == MAX_READERS
+    assert demands.held == {"connected": MAX_READERS, "serving": MAX_READERS}
+
+    readers.meet(reader(0), "b:2", connecting=True)
+    readers.open(reader(0), "t", "b:2")
+    readers.leave(reader(1))
+    readers.meet(reader(MAX_READERS), "a:1", connecting=False)
+
+
+async def test_reads_of_one_reader_over_the_limit_are_refused(readers: Readers, demands: Demands) -> None:
+    for number in range(MAX_READS):
+        readers.open(reader(0), f"t{number}", "a:1")
+    with pytest.raises(KvxferError) as caught:
+        readers.open(reader(0), "one more", "a:1")
+    refused(caught, "max_reads", MAX_READS)
+    assert demands.held["serving"] == readers.open_reads == MAX_READS
+
+    readers.open(reader(0), "t0", "a:1")  # it is open already
+    readers.open(reader(1), "one more", "a:1")
+    readers.close_read(reader(0), "t0")
+    readers.open(reader(0), "one more", "a:1")
+    readers.close()
+    assert not +demands.held
