@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -29,7 +30,7 @@ MAX_SECONDS: Final = 86_400
 _TEXT: Final = re.compile(r"[!-~]([ -~]*[!-~])?")
 #: The host of a peer address: a name or IPv4 address, or an IPv6 address (with a zone) in brackets.
 _ADDRESS: Final = re.compile(
-    r"(?:[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9.])?|\[[0-9A-Fa-f:.]+(?:%[\w.-]+)?\]):(\d{1,5})", re.A
+    r"([A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9.])?|\[[0-9A-Fa-f:.]+(?:%[\w.-]+)?\]):(\d{1,5})", re.A
 )
 _NANOS: Final = 1_000_000_000
 
@@ -97,10 +98,29 @@ def address(value: str, field: str) -> str:
     :raises KvxferError: FIELD_INVALID.
     """
     match = _ADDRESS.fullmatch(value) if len(value) <= MAX_ADDRESS else None
-    if match is None or not 1 <= int(match[1]) <= 65_535:
+    if match is None or not 1 <= int(match[2]) <= 65_535 or not _is_host(match[1]):
         shown = repr(value[:80])
-        raise refuse(field, f"is {shown}; it takes host:port, an IPv6 address in brackets", value=shown)
+        raise refuse(
+            field,
+            f"is {shown}; it takes host:port, the host a name, an IPv4 address, or an IPv6 address in brackets",
+            value=shown,
+        )
     return value
+
+
+def _is_host(host: str) -> bool:
+    """Whether a host of the right characters is an address, or a name that nobody can take for a damaged one."""
+    try:
+        if host.startswith("["):
+            ipaddress.IPv6Address(host[1:-1])
+        elif not host.strip("0123456789."):
+            ipaddress.IPv4Address(host)
+        else:
+            labels = host.removesuffix(".").split(".")
+            return all(1 <= len(label) <= 63 for label in labels) and not labels[-1].isdigit()
+    except ValueError:
+        return False
+    return True
 
 
 def split_address(value: str) -> tuple[str, int]:
