@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import grp
 import ipaddress
+import os
 import re
 from dataclasses import fields, replace
 from pathlib import Path
@@ -22,6 +23,9 @@ from kvxfer.wire.fields import address
 
 #: 200,000 packed block IDs on each side are about 1 MiB; layouts of the largest models a few.
 MESSAGE_LIMIT = 16 * 1024 * 1024
+
+#: Longest path of a Unix socket, in bytes: what Linux's ``sockaddr_un`` has room for, and a NUL.
+SOCKET_PATH_LIMIT = 107
 
 Seconds = Annotated[float, Field(gt=0, le=86_400)]
 
@@ -106,6 +110,14 @@ class Settings(BaseSettings):
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least level logged.")
     log_format: Literal["auto", "json", "text"] = Field("auto", description="auto: text on a terminal, else JSON.")
 
+    @field_validator("engine_socket")
+    @classmethod
+    def _bindable(cls, value: Path) -> Path:
+        length = len(os.fsencode(value))
+        if length > SOCKET_PATH_LIMIT:
+            raise ValueError(f"the path has {length} bytes; a Unix socket's may have {SOCKET_PATH_LIMIT}")
+        return value
+
     @field_validator("advertise")
     @classmethod
     def _advertised(cls, value: str) -> str:
@@ -123,6 +135,14 @@ class Settings(BaseSettings):
                 f"peer_host {self.peer_host!r} is not loopback, and the peer listener is plaintext: whoever reaches it "
                 "can read every registered cache.  Set insecure_peer to accept that on a network you trust"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _memory_must_make_sense(self) -> Settings:
+        try:
+            self.memory_policy()
+        except KvxferError as error:
+            raise ValueError(error.message) from None
         return self
 
     def memory_policy(self) -> MemoryPolicy:
