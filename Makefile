@@ -67,8 +67,8 @@ proto: $(PROTO_READY) ## regenerate kvxfer/pb from proto/
 proto-check: $(PROTO_READY) ## fail if kvxfer/pb is not what proto/ generates
 	$(PROTO_VENV)/bin/python scripts/gen_proto.py --check
 
-bench: $(RUN_READY) ## run the benchmarks (ARGS="..." are passed on)
-	$(BIN)/kvxfer bench $(ARGS)
+bench: $(RUN_READY) ## ReadBlocks against a raw NIXL READ (ARGS="..." are passed on)
+	$(BIN)/python benchmarks/read_blocks.py $(ARGS)
 
 clean: ## remove the environments and everything else that make has made
 	rm -rf $(VENV) $(PROTO_VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
