@@ -251,6 +251,17 @@ class Links:
         if not task.cancelled() and (error := task.exception()) is not None:
             log.info("handshake failed", engine=engine_id, error=str(error))
 
+    async def _bounded_attempt(self, target: Target, options: PairingOptions, timeout: float) -> Link:
+        """An attempt that ends: one that is stuck would be shared by every later caller."""
+        try:
+            return await asyncio.wait_for(self._attempt(target, options, timeout), 2 * timeout)
+        except asyncio.TimeoutError:
+            raise KvxferError(
+                Reason.PEER_UNREACHABLE,
+                f"the connection to engine {target.engine_id} was not made within {2 * timeout:g} s",
+                engine_id=target.engine_id,
+            ) from None
+
     async def _attempt(self, target: Target, options: PairingOptions, timeout: float) -> Link:
         """One handshake: exchange with all ranks at once, compile, prepare."""
         clients: list[PeerClient] = []
