@@ -236,7 +236,7 @@ class Links:
             if running is None:
                 agreed = options or (link.options if link is not None else PairingOptions())
                 task = asyncio.ensure_future(
-                    self._attempt(target, agreed, max(timeout, self._settings.handshake_timeout))
+                    self._bounded_attempt(target, agreed, max(timeout, self._settings.handshake_timeout))
                 )
                 running = self._attempts[target.engine_id] = (key, task)
                 task.add_done_callback(lambda t: self._ended(target.engine_id, t))
