@@ -66,11 +66,12 @@ async def test_an_unregistered_cache_ends_a_handshake_under_way(reading: Reading
     """The peer is mute; the caller must hear of the end, not wait for ever."""
 
     met = asyncio.Event()
+    writers: list[asyncio.StreamWriter] = []
 
     async def mute(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writers.append(writer)
         met.set()
         await reader.read()
-        writer.close()
 
     server = await asyncio.start_server(mute, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
@@ -88,6 +89,9 @@ async def test_an_unregistered_cache_ends_a_handshake_under_way(reading: Reading
     error = await asyncio.wait_for(waiting, 20)
     assert error.reason is Reason.SHUTTING_DOWN
     server.close()
+    for writer in writers:
+        writer.close()
+    await asyncio.gather(*(writer.wait_closed() for writer in writers), return_exceptions=True)
 
 
 async def test_an_ended_transfer_keeps_no_arrays(reading: Reading) -> None:
