@@ -103,7 +103,7 @@ class Settings(BaseSettings):
     warm_up_timeout: Seconds = Field(5.0, description="How long a new connection may take to carry its first byte.")
     drain_timeout: Seconds = Field(10.0, description="At shutdown: how long posted reads may still run.")
     poll_interval: Annotated[float, Field(gt=0, le=0.010)] = Field(
-        0.008, description="How often NIXL is polled while readers are connected; at most 10 ms."
+        0.0095, description="How often NIXL is polled while readers are connected; at most 10 ms."
     )
 
     # -- logs

@@ -26,7 +26,7 @@ from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb
 from kvxfer.pb import layout_pb2 as kvxfer_dot_v1_dot_layout__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14kvxfer/v1/peer.proto\x12\tkvxfer.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x16kvxfer/v1/layout.proto\"O\n\x06Reader\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\x1d\n\x04rank\x18\x02 \x01(\x0b\x32\x0f.kvxfer.v1.Rank\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\"\x87\x02\n\x0f\x45xchangeRequest\x12\x1c\n\x14protocol_version_min\x18\x01 \x01(\r\x12\x1c\n\x14protocol_version_max\x18\x02 \x01(\r\x12\x11\n\tengine_id\x18\x03 \x01(\t\x12\x1d\n\x04rank\x18\x04 \x01(\x0b\x32\x0f.kvxfer.v1.Rank\x12!\n\x06reader\x18\x05 \x01(\x0b\x32\x11.kvxfer.v1.Reader\x12\x19\n\x11\x63ompatibility_key\x18\x06 \x01(\t\x12\x1c\n\x14\x65xpected_incarnation\x18\x07 \x01(\t\x12\x19\n\x11known_incarnation\x18\x08 \x01(\t\x12\x0f\n\x07goodbye\x18\t \x01(\x08\"b\n\nRegionSpan\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\x04\x12\x0c\n\x04size\x18\x02 \x01(\x04\x12%\n\x06memory\x18\x03 \x01(\x0e\x32\x15.kvxfer.v1.MemoryKind\x12\x0e\n\x06\x64\x65vice\x18\x04 \x01(\r\"\xc2\x03\n\x10\x45xchangeResponse\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x11\n\tengine_id\x18\x02 \x01(\t\x12\x1d\n\x04rank\x18\x03 \x01(\x0b\x32\x0f.kvxfer.v1.Rank\x12\x0f\n\x07\x64p_rank\x18\x04 \x01(\r\x12\x0f\n\x07\x64p_size\x18\x05 \x01(\r\x12\x13\n\x0bincarnation\x18\x06 \x01(\t\x12\x19\n\x11\x63ompatibility_key\x18\x07 \x01(\t\x12!\n\x06layout\x18\x08 \x01(\x0b\x32\x11.kvxfer.v1.Layout\x12\x1a\n\x12layout_fingerprint\x18\t \x01(\t\x12$\n\x05spans\x18\n \x03(\x0b\x32\x15.kvxfer.v1.RegionSpan\x12\x12\n\nagent_name\x18\x0b \x01(\t\x12\x1b\n\x0e\x61gent_metadata\x18\x0c \x01(\x0c\x42\x03\x80\x01\x01\x12\x17\n\x0fmetadata_sha256\x18\r \x01(\x0c\x12\x30\n\rpoll_interval\x18\x0e \x01(\x0b\x32\x19.google.protobuf.Duration\x12/\n\x0cidle_timeout\x18\x0f \x01(\x0b\x32\x19.google.protobuf.Duration\",\n\x0b\x42lockDigest\x12\r\n\x05group\x18\x01 \x01(\t\x12\x0e\n\x06sha256\x18\x02 \x01(\x0c\"\xb6\x02\n\x0fOpenReadRequest\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\x1d\n\x04rank\x18\x02 \x01(\x0b\x32\x0f.kvxfer.v1.Rank\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12\x12\n\nrequest_id\x18\x04 \x01(\t\x12\x18\n\x0blease_token\x18\x05 \x01(\x0c\x42\x03\x80\x01\x01\x12!\n\x06reader\x18\x06 \x01(\x0b\x32\x11.kvxfer.v1.Reader\x12\x0f\n\x07readers\x18\x07 \x01(\r\x12\x13\n\x0btransfer_id\x18\x08 \x01(\t\x12\x12\n\nnum_tokens\x18\t \x01(\x04\x12&\n\x06\x62locks\x18\n \x03(\x0b\x32\x16.kvxfer.v1.BlockDigest\x12)\n\x06wanted\x18\x0b \x01(\x0b\x32\x19.google.protobuf.Duration\">\n\x10OpenReadResponse\x12*\n\x07granted\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\"\x8d\x02\n\x10\x43loseReadRequest\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\x1d\n\x04rank\x18\x02 \x01(\x0b\x32\x0f.kvxfer.v1.Rank\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12\x12\n\nrequest_id\x18\x04 \x01(\t\x12\x18\n\x0blease_token\x18\x05 \x01(\x0c\x42\x03\x80\x01\x01\x12!\n\x06reader\x18\x06 \x01(\x0b\x32\x11.kvxfer.v1.Reader\x12\x0f\n\x07readers\x18\x07 \x01(\r\x12\x13\n\x0btransfer_id\x18\x08 \x01(\t\x12\'\n\x07outcome\x18\t \x01(\x0e\x32\x16.kvxfer.v1.ReadOutcome\x12\x12\n\nwill_retry\x18\n \x01(\x08\"\x13\n\x11\x43loseReadResponse\"\x9a\x01\n\nReadNotice\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x12\n\nrequest_id\x18\x03 \x01(\t\x12\x18\n\x0blease_token\x18\x04 \x01(\x0c\x42\x03\x80\x01\x01\x12!\n\x06reader\x18\x05 \x01(\x0b\x32\x11.kvxfer.v1.Reader\x12\x13\n\x0btransfer_id\x18\x06 \x01(\t*\x94\x01\n\x0bReadOutcome\x12\x1c\n\x18READ_OUTCOME_UNSPECIFIED\x10\x00\x12\x15\n\x11READ_OUTCOME_DONE\x10\x01\x12\x17\n\x13READ_OUTCOME_FAILED\x10\x02\x12\x1a\n\x16READ_OUTCOME_CANCELLED\x10\x03\x12\x1b\n\x17READ_OUTCOME_NOT_NEEDED\x10\x04\x32\xda\x01\n\x06KvPeer\x12\x43\n\x08\x45xchange\x12\x1a.kvxfer.v1.ExchangeRequest\x1a\x1b.kvxfer.v1.ExchangeResponse\x12\x43\n\x08OpenRead\x12\x1a.kvxfer.v1.OpenReadRequest\x1a\x1b.kvxfer.v1.OpenReadResponse\x12\x46\n\tCloseRead\x12\x1b.kvxfer.v1.CloseReadRequest\x1a\x1c.kvxfer.v1.CloseReadResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14kvxfer/v1/peer.proto\x12\tkvxfer.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x16kvxfer/v1/layout.proto\"O\n\x06Reader\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\x1d\n\x04rank\x18\x02 \x01(\x0b\x32\x0f.kvxfer.v1.Rank\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\"\x87\x02\n\x0f\x45xchangeRequest\x12\x1c\n\x14protocol_version_min\x18\x01 \x01(\r\x12\x1c\n\x14protocol_version_max\x18\x02 \x01(\r\x12\x11\n\tengine_id\x18\x03 \x01(\t\x12\x1d\n\x04rank\x18\x04 \x01(\x0b\x32\x0f.kvxfer.v1.Rank\x12!\n\x06reader\x18\x05 \x01(\x0b\x32\x11.kvxfer.v1.Reader\x12\x19\n\x11\x63ompatibility_key\x18\x06 \x01(\t\x12\x1c\n\x14\x65xpected_incarnation\x18\x07 \x01(\t\x12\x19\n\x11known_incarnation\x18\x08 \x01(\t\x12\x0f\n\x07goodbye\x18\t \x01(\x08\"b\n\nRegionSpan\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\x04\x12\x0c\n\x04size\x18\x02 \x01(\x04\x12%\n\x06memory\x18\x03 \x01(\x0e\x32\x15.kvxfer.v1.MemoryKind\x12\x0e\n\x06\x64\x65vice\x18\x04 \x01(\r\"\xf0\x03\n\x10\x45xchangeResponse\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x11\n\tengine_id\x18\x02 \x01(\t\x12\x1d\n\x04rank\x18\x03 \x01(\x0b\x32\x0f.kvxfer.v1.Rank\x12\x0f\n\x07\x64p_rank\x18\x04 \x01(\r\x12\x0f\n\x07\x64p_size\x18\x05 \x01(\r\x12\x13\n\x0bincarnation\x18\x06 \x01(\t\x12\x19\n\x11\x63ompatibility_key\x18\x07 \x01(\t\x12!\n\x06layout\x18\x08 \x01(\x0b\x32\x11.kvxfer.v1.Layout\x12\x1a\n\x12layout_fingerprint\x18\t \x01(\t\x12$\n\x05spans\x18\n \x03(\x0b\x32\x15.kvxfer.v1.RegionSpan\x12\x12\n\nagent_name\x18\x0b \x01(\t\x12\x1b\n\x0e\x61gent_metadata\x18\x0c \x01(\x0c\x42\x03\x80\x01\x01\x12\x17\n\x0fmetadata_sha256\x18\r \x01(\x0c\x12\x30\n\rpoll_interval\x18\x0e \x01(\x0b\x32\x19.google.protobuf.Duration\x12/\n\x0cidle_timeout\x18\x0f \x01(\x0b\x32\x19.google.protobuf.Duration\x12,\n\tattention\x18\x10 \x01(\x0b\x32\x19.google.protobuf.Duration\",\n\x0b\x42lockDigest\x12\r\n\x05group\x18\x01 \x01(\t\x12\x0e\n\x06sha256\x18\x02 \x01(\x0c\"\xb6\x02\n\x0fOpenReadRequest\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\x1d\n\x04rank\x18\x02 \x01(\x0b\x32\x0f.kvxfer.v1.Rank\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12\x12\n\nrequest_id\x18\x04 \x01(\t\x12\x18\n\x0blease_token\x18\x05 \x01(\x0c\x42\x03\x80\x01\x01\x12!\n\x06reader\x18\x06 \x01(\x0b\x32\x11.kvxfer.v1.Reader\x12\x0f\n\x07readers\x18\x07 \x01(\r\x12\x13\n\x0btransfer_id\x18\x08 \x01(\t\x12\x12\n\nnum_tokens\x18\t \x01(\x04\x12&\n\x06\x62locks\x18\n \x03(\x0b\x32\x16.kvxfer.v1.BlockDigest\x12)\n\x06wanted\x18\x0b \x01(\x0b\x32\x19.google.protobuf.Duration\">\n\x10OpenReadResponse\x12*\n\x07granted\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\"\x8d\x02\n\x10\x43loseReadRequest\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\x1d\n\x04rank\x18\x02 \x01(\x0b\x32\x0f.kvxfer.v1.Rank\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12\x12\n\nrequest_id\x18\x04 \x01(\t\x12\x18\n\x0blease_token\x18\x05 \x01(\x0c\x42\x03\x80\x01\x01\x12!\n\x06reader\x18\x06 \x01(\x0b\x32\x11.kvxfer.v1.Reader\x12\x0f\n\x07readers\x18\x07 \x01(\r\x12\x13\n\x0btransfer_id\x18\x08 \x01(\t\x12\'\n\x07outcome\x18\t \x01(\x0e\x32\x16.kvxfer.v1.ReadOutcome\x12\x12\n\nwill_retry\x18\n \x01(\x08\"\x13\n\x11\x43loseReadResponse\"\x9a\x01\n\nReadNotice\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x12\n\nrequest_id\x18\x03 \x01(\t\x12\x18\n\x0blease_token\x18\x04 \x01(\x0c\x42\x03\x80\x01\x01\x12!\n\x06reader\x18\x05 \x01(\x0b\x32\x11.kvxfer.v1.Reader\x12\x13\n\x0btransfer_id\x18\x06 \x01(\t*\x94\x01\n\x0bReadOutcome\x12\x1c\n\x18READ_OUTCOME_UNSPECIFIED\x10\x00\x12\x15\n\x11READ_OUTCOME_DONE\x10\x01\x12\x17\n\x13READ_OUTCOME_FAILED\x10\x02\x12\x1a\n\x16READ_OUTCOME_CANCELLED\x10\x03\x12\x1b\n\x17READ_OUTCOME_NOT_NEEDED\x10\x04\x32\xda\x01\n\x06KvPeer\x12\x43\n\x08\x45xchange\x12\x1a.kvxfer.v1.ExchangeRequest\x1a\x1b.kvxfer.v1.ExchangeResponse\x12\x43\n\x08OpenRead\x12\x1a.kvxfer.v1.OpenReadRequest\x1a\x1b.kvxfer.v1.OpenReadResponse\x12\x46\n\tCloseRead\x12\x1b.kvxfer.v1.CloseReadRequest\x1a\x1c.kvxfer.v1.CloseReadResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -41,8 +41,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_CLOSEREADREQUEST'].fields_by_name['lease_token']._serialized_options = b'\200\001\001'
   _globals['_READNOTICE'].fields_by_name['lease_token']._loaded_options = None
   _globals['_READNOTICE'].fields_by_name['lease_token']._serialized_options = b'\200\001\001'
-  _globals['_READOUTCOME']._serialized_start=1865
-  _globals['_READOUTCOME']._serialized_end=2013
+  _globals['_READOUTCOME']._serialized_start=1911
+  _globals['_READOUTCOME']._serialized_end=2059
   _globals['_READER']._serialized_start=91
   _globals['_READER']._serialized_end=170
   _globals['_EXCHANGEREQUEST']._serialized_start=173
@@ -50,19 +50,19 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_REGIONSPAN']._serialized_start=438
   _globals['_REGIONSPAN']._serialized_end=536
   _globals['_EXCHANGERESPONSE']._serialized_start=539
-  _globals['_EXCHANGERESPONSE']._serialized_end=989
-  _globals['_BLOCKDIGEST']._serialized_start=991
-  _globals['_BLOCKDIGEST']._serialized_end=1035
-  _globals['_OPENREADREQUEST']._serialized_start=1038
-  _globals['_OPENREADREQUEST']._serialized_end=1348
-  _globals['_OPENREADRESPONSE']._serialized_start=1350
-  _globals['_OPENREADRESPONSE']._serialized_end=1412
-  _globals['_CLOSEREADREQUEST']._serialized_start=1415
-  _globals['_CLOSEREADREQUEST']._serialized_end=1684
-  _globals['_CLOSEREADRESPONSE']._serialized_start=1686
-  _globals['_CLOSEREADRESPONSE']._serialized_end=1705
-  _globals['_READNOTICE']._serialized_start=1708
-  _globals['_READNOTICE']._serialized_end=1862
-  _globals['_KVPEER']._serialized_start=2016
-  _globals['_KVPEER']._serialized_end=2234
+  _globals['_EXCHANGERESPONSE']._serialized_end=1035
+  _globals['_BLOCKDIGEST']._serialized_start=1037
+  _globals['_BLOCKDIGEST']._serialized_end=1081
+  _globals['_OPENREADREQUEST']._serialized_start=1084
+  _globals['_OPENREADREQUEST']._serialized_end=1394
+  _globals['_OPENREADRESPONSE']._serialized_start=1396
+  _globals['_OPENREADRESPONSE']._serialized_end=1458
+  _globals['_CLOSEREADREQUEST']._serialized_start=1461
+  _globals['_CLOSEREADREQUEST']._serialized_end=1730
+  _globals['_CLOSEREADRESPONSE']._serialized_start=1732
+  _globals['_CLOSEREADRESPONSE']._serialized_end=1751
+  _globals['_READNOTICE']._serialized_start=1754
+  _globals['_READNOTICE']._serialized_end=1908
+  _globals['_KVPEER']._serialized_start=2062
+  _globals['_KVPEER']._serialized_end=2280
 # @@protoc_insertion_point(module_scope)

@@ -206,6 +206,7 @@ class ExchangeResponse(_message.Message):
     METADATA_SHA256_FIELD_NUMBER: _builtins.int
     POLL_INTERVAL_FIELD_NUMBER: _builtins.int
     IDLE_TIMEOUT_FIELD_NUMBER: _builtins.int
+    ATTENTION_FIELD_NUMBER: _builtins.int
     protocol_version: _builtins.int
     """OUTPUT.  The highest version that both speak."""
     engine_id: _builtins.str
@@ -240,11 +241,17 @@ class ExchangeResponse(_message.Message):
 
     @_builtins.property
     def poll_interval(self) -> _duration_pb2.Duration:
-        """OUTPUT.  This side polls at least so often while the reader is connected."""
+        """OUTPUT.  This side polls at least so often while it is attentive."""
 
     @_builtins.property
     def idle_timeout(self) -> _duration_pb2.Duration:
         """OUTPUT.  This side forgets a reader of which it has heard nothing for so long (Exchange, OpenRead or CloseRead)."""
+
+    @_builtins.property
+    def attention(self) -> _duration_pb2.Duration:
+        """OUTPUT.  This side is attentive for so long after it has met a reader, and after each of its OpenRead and CloseRead.
+        Nothing may be posted at a side that is not: with no reads it does not poll.
+        """
 
     def __init__(
         self,
@@ -264,10 +271,11 @@ class ExchangeResponse(_message.Message):
         metadata_sha256: _builtins.bytes = ...,
         poll_interval: _duration_pb2.Duration | None = ...,
         idle_timeout: _duration_pb2.Duration | None = ...,
+        attention: _duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["idle_timeout", b"idle_timeout", "layout", b"layout", "poll_interval", b"poll_interval", "rank", b"rank"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["attention", b"attention", "idle_timeout", b"idle_timeout", "layout", b"layout", "poll_interval", b"poll_interval", "rank", b"rank"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent_metadata", b"agent_metadata", "agent_name", b"agent_name", "compatibility_key", b"compatibility_key", "dp_rank", b"dp_rank", "dp_size", b"dp_size", "engine_id", b"engine_id", "idle_timeout", b"idle_timeout", "incarnation", b"incarnation", "layout", b"layout", "layout_fingerprint", b"layout_fingerprint", "metadata_sha256", b"metadata_sha256", "poll_interval", b"poll_interval", "protocol_version", b"protocol_version", "rank", b"rank", "spans", b"spans"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent_metadata", b"agent_metadata", "agent_name", b"agent_name", "attention", b"attention", "compatibility_key", b"compatibility_key", "dp_rank", b"dp_rank", "dp_size", b"dp_size", "engine_id", b"engine_id", "idle_timeout", b"idle_timeout", "incarnation", b"incarnation", "layout", b"layout", "layout_fingerprint", b"layout_fingerprint", "metadata_sha256", b"metadata_sha256", "poll_interval", b"poll_interval", "protocol_version", b"protocol_version", "rank", b"rank", "spans", b"spans"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -58,16 +58,15 @@ class KvPeerServicer(object):
 
     def Exchange(self, request, context):
         """Introduces a reader and tells it all that reading takes.  One-way: the reader gives nothing that would let this
-        side write into it.  From then on this side polls, until the reader says goodbye or is not heard of for
-        idle_timeout.
+        side write into it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def OpenRead(self, request, context):
-        """A READ is under way.  Sent at the moment of posting.  Says whether the blocks are held for this request, and for
-        how long.
+        """A READ is under way.  Says whether the blocks are held for this request, and for how long.  Sent at the moment of
+        posting; where this side may have stopped polling (attention), before it: then the READ waits for the answer.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -39,12 +39,11 @@ class KvPeerStub:
     def __new__(cls, channel: _aio.Channel) -> KvPeerAsyncStub: ...
     Exchange: _grpc.UnaryUnaryMultiCallable[_peer_pb2.ExchangeRequest, _peer_pb2.ExchangeResponse]
     """Introduces a reader and tells it all that reading takes.  One-way: the reader gives nothing that would let this
-    side write into it.  From then on this side polls, until the reader says goodbye or is not heard of for
-    idle_timeout.
+    side write into it.
     """
     OpenRead: _grpc.UnaryUnaryMultiCallable[_peer_pb2.OpenReadRequest, _peer_pb2.OpenReadResponse]
-    """A READ is under way.  Sent at the moment of posting.  Says whether the blocks are held for this request, and for
-    how long.
+    """A READ is under way.  Says whether the blocks are held for this request, and for how long.  Sent at the moment of
+    posting; where this side may have stopped polling (attention), before it: then the READ waits for the answer.
     """
     CloseRead: _grpc.UnaryUnaryMultiCallable[_peer_pb2.CloseReadRequest, _peer_pb2.CloseReadResponse]
     """A READ has ended, whatever became of it; also sent to ranks of a ticket from which nothing is read.  Idempotent;
@@ -58,12 +57,11 @@ class KvPeerAsyncStub(KvPeerStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Exchange: _aio.UnaryUnaryMultiCallable[_peer_pb2.ExchangeRequest, _peer_pb2.ExchangeResponse]  # type: ignore[assignment]
     """Introduces a reader and tells it all that reading takes.  One-way: the reader gives nothing that would let this
-    side write into it.  From then on this side polls, until the reader says goodbye or is not heard of for
-    idle_timeout.
+    side write into it.
     """
     OpenRead: _aio.UnaryUnaryMultiCallable[_peer_pb2.OpenReadRequest, _peer_pb2.OpenReadResponse]  # type: ignore[assignment]
-    """A READ is under way.  Sent at the moment of posting.  Says whether the blocks are held for this request, and for
-    how long.
+    """A READ is under way.  Says whether the blocks are held for this request, and for how long.  Sent at the moment of
+    posting; where this side may have stopped polling (attention), before it: then the READ waits for the answer.
     """
     CloseRead: _aio.UnaryUnaryMultiCallable[_peer_pb2.CloseReadRequest, _peer_pb2.CloseReadResponse]  # type: ignore[assignment]
     """A READ has ended, whatever became of it; also sent to ranks of a ticket from which nothing is read.  Idempotent;
@@ -80,8 +78,7 @@ class KvPeerServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_peer_pb2.ExchangeResponse, _abc.Awaitable[_peer_pb2.ExchangeResponse]]:
         """Introduces a reader and tells it all that reading takes.  One-way: the reader gives nothing that would let this
-        side write into it.  From then on this side polls, until the reader says goodbye or is not heard of for
-        idle_timeout.
+        side write into it.
         """
 
     @_abc_1.abstractmethod
@@ -90,8 +87,8 @@ class KvPeerServicer(metaclass=_abc_1.ABCMeta):
         request: _peer_pb2.OpenReadRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_peer_pb2.OpenReadResponse, _abc.Awaitable[_peer_pb2.OpenReadResponse]]:
-        """A READ is under way.  Sent at the moment of posting.  Says whether the blocks are held for this request, and for
-        how long.
+        """A READ is under way.  Says whether the blocks are held for this request, and for how long.  Sent at the moment of
+        posting; where this side may have stopped polling (attention), before it: then the READ waits for the answer.
         """
 
     @_abc_1.abstractmethod

@@ -7,6 +7,7 @@ share one attempt; attempts on different engines never wait for one another.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final, Protocol
@@ -36,6 +37,8 @@ COURTESY_TIMEOUT: Final = 2.0
 EXCHANGES_AT_ONCE: Final = 64
 #: A peer's idle timeout is taken as at least and at most so many seconds.
 IDLE_BOUNDS: Final = (3.0, 600.0)
+#: A peer's attention is taken as at most so many seconds.
+MAX_ATTENTION: Final = 60.0
 
 
 class PeerClient(Protocol):
@@ -68,9 +71,12 @@ class PeerClient(Protocol):
 PeerConnector = Callable[[str], PeerClient]
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class LinkSource:
-    """One P rank that is read from, with its prepared descriptor lists."""
+    """One P rank that is read from, with its prepared descriptor lists.
+
+    :param attentive_until: it polls until then at least, monotonic seconds: later reads are announced first.
+    """
 
     client: PeerClient
     facts: ExchangeAnswer
@@ -78,6 +84,16 @@ class LinkSource:
     peer: Peer
     local: Rows
     remote: Rows
+    attentive_until: float
+
+    @property
+    def attentive(self) -> bool:
+        """Whether a read may be posted unannounced."""
+        return time.monotonic() < self.attentive_until
+
+    def heard(self, asked: float) -> None:
+        """It has answered something that renews its attention, and that was sent at ``asked``; half of it is ours."""
+        self.attentive_until = max(self.attentive_until, asked + min(self.facts.attention, MAX_ATTENTION) / 2)
 
 
 @dataclass
@@ -268,6 +284,7 @@ class Links:
         used: set[int] = set()
         try:
             clients.extend(self._connect(r.address) for r in target.ranks)
+            asked = time.monotonic()
             answers = await self._exchange_all(target, clients, timeout)
             mine = Member(self._registration.identity.rank, self._registration.layout)
             members = [Member(facts.rank, memory.layout) for facts, memory in answers]
@@ -278,6 +295,7 @@ class Links:
                 for source in plan.sources:
                     i = by_rank[source.rank.number]
                     sources.append(await self._prepare(clients[i], *answers[i], source))
+                    sources[-1].heard(asked)
                     used.add(i)
             except BaseException:
                 used.clear()
@@ -380,7 +398,7 @@ class Links:
         except BaseException:
             await self._leave(met, broken=False)
             raise
-        return LinkSource(client, facts, plan, met.peer, local, remote)
+        return LinkSource(client, facts, plan, met.peer, local, remote, attentive_until=0.0)
 
     async def _meet(self, memory: PeerMemory, spans: tuple[Span, ...]) -> _Met:
         """The NIXL peer behind an answer, one more time."""

@@ -11,7 +11,7 @@ from kvxfer.core.layout import Rank
 from kvxfer.pb import peer_pb2 as pb
 from kvxfer.pb import peer_pb2_grpc
 from kvxfer.service.links import PROTOCOL_VERSIONS
-from kvxfer.service.readers import IDLE_TIMEOUT, OPEN_LIMIT
+from kvxfer.service.readers import ATTENTION, IDLE_TIMEOUT, OPEN_LIMIT
 from kvxfer.service.registrations import Registration, Registrations
 from kvxfer.wire.fields import duration
 from kvxfer.wire.peer import (
@@ -78,6 +78,7 @@ class PeerService(peer_pb2_grpc.KvPeerServicer):
                 compatibility_key=identity.compatibility_key,
                 poll_interval=self._poll_interval,
                 idle_timeout=IDLE_TIMEOUT,
+                attention=ATTENTION,
                 memory=None if known else memory,
             )
         )

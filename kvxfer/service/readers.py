@@ -1,7 +1,10 @@
 """P's side of the readers: who is connected, whose reads are under way, and when to poll for them.
 
 With NIXL's progress thread off the target of a READ must poll while a connection is made and while a read is under way,
-and may not sleep for long while any reader could post or die.  This module turns what readers say into that demand.
+and may not sleep for long while a reader could post, or die having posted.  A reader may post without asking as long as
+this side is *attentive* to it: for a while after it was met, and after each of its reads.  Later it knocks first
+(OpenRead, answered before it posts), so that connected readers cost nothing while nothing is read.  This module turns
+what readers say into that demand.
 """
 
 from __future__ import annotations
@@ -18,6 +21,8 @@ from kvxfer.xfer.api import Demand, TransferEngine
 
 #: How long a new reader may take to make its connection, seconds; polled without pause for so long.
 CONNECT_WINDOW: Final = 1.0
+#: For so long after a reader was met, or has read, its next read may come unannounced, seconds; readers count on half.
+ATTENTION: Final = 10.0
 #: A reader that says nothing for so long is forgotten, seconds.  Readers say something three times as often.
 IDLE_TIMEOUT: Final = 30.0
 #: A read whose reader never closes it stops costing CPU after so long, seconds.
@@ -32,9 +37,10 @@ MAX_READS: Final = 256
 class _Reader:
     address: str
     heard: float
-    connected: Demand
-    connecting: Demand | None
-    connecting_until: float
+    attentive: Demand | None = None
+    attentive_until: float = 0.0
+    connecting: Demand | None = None
+    connecting_until: float = 0.0
     reads: dict[str, tuple[Demand, float]] = field(default_factory=dict)
 
 
@@ -77,12 +83,18 @@ class Readers:
                     limit_name="max_readers",
                     limit=MAX_READERS,
                 )
-            reader = self._known[key] = _Reader(address, now, self._engine().connected(), None, 0.0)
+            reader = self._known[key] = _Reader(address, now)
         reader.heard, reader.address = now, address
         if connecting:
+            self._attend(reader, now)
             if reader.connecting is None:
                 reader.connecting = self._engine().serving()
             reader.connecting_until = now + CONNECT_WINDOW
+
+    def _attend(self, reader: _Reader, now: float) -> None:
+        reader.attentive_until = now + ATTENTION
+        if reader.attentive is None:
+            reader.attentive = self._engine().connected()
 
     def open(self, key: Reader, transfer_id: str, address: str) -> None:
         """A read is under way: poll without pause until it is closed.
@@ -91,6 +103,7 @@ class Readers:
         """
         self.meet(key, address, connecting=False)
         reader = self._known[key]
+        self._attend(reader, reader.heard)
         if transfer_id not in reader.reads:
             if len(reader.reads) >= MAX_READS:
                 raise KvxferError(
@@ -106,6 +119,7 @@ class Readers:
         reader = self._known.get(key)
         if reader is not None and (read := reader.reads.pop(transfer_id, None)):
             reader.heard = time.monotonic()
+            self._attend(reader, reader.heard)
             read[0].close()
             self._ended.set()
 
@@ -116,9 +130,9 @@ class Readers:
             return
         for demand, _ in reader.reads.values():
             demand.close()
-        if reader.connecting is not None:
-            reader.connecting.close()
-        reader.connected.close()
+        for end in (reader.connecting, reader.attentive):
+            if end is not None:
+                end.close()
 
     def tick(self, now: float) -> None:
         """Forget readers that fell silent and end demands that ran out; ``now`` in monotonic seconds."""
@@ -126,6 +140,9 @@ class Readers:
             if reader.connecting is not None and now >= reader.connecting_until:
                 reader.connecting.close()
                 reader.connecting = None
+            if reader.attentive is not None and not reader.reads and now >= reader.attentive_until:
+                reader.attentive.close()
+                reader.attentive = None
             for transfer_id, (demand, until) in list(reader.reads.items()):
                 if now >= until:
                     demand.close()

@@ -262,7 +262,11 @@ class Transfers:
         self._move(transfer, Event.POST)
         transfer.disarm()
         # Handed over before anything else is done: the copying goes on beside all that follows.
-        reads = {self._submit(p.read): p for p in transfer.parts if p.read is not None}
+        reads = {
+            self._submit(p.read): p
+            for p in transfer.parts
+            if p.read is not None and p.source is not None and p.source.attentive
+        }
         self._start(self._run(transfer, link, reads, timeout))
 
     def _submit(self, read: XferRead) -> asyncio.Future[ReadResult]:
@@ -274,15 +278,21 @@ class Transfers:
             return refused
 
     async def _run(
-        self, transfer: Transfer, link: Link, reads: Mapping[asyncio.Future[ReadResult], Part], timeout: float
+        self, transfer: Transfer, link: Link, reads: dict[asyncio.Future[ReadResult], Part], timeout: float
     ) -> None:
-        """From posting to the outcome."""
+        """From posting to the outcome.
+
+        :param reads: those that are posted already.
+        """
         began = time.perf_counter()
-        opens = [
-            asyncio.ensure_future(self._open_source(transfer, p.source, timeout))
-            for p in transfer.parts
-            if p.read is not None and p.source is not None
-        ]
+        posted, opens = frozenset(id(p) for p in reads.values()), []
+        for part in transfer.parts:
+            if part.read is None or part.source is None:
+                continue
+            opening = asyncio.ensure_future(self._open_source(transfer, part.source, timeout))
+            opens.append(opening)
+            if id(part) not in posted:
+                reads[asyncio.ensure_future(self._read_once_open(opening, part.read))] = part
         try:
             event, fault = await self._outcome(transfer, link, reads, opens, timeout)
         except Exception as error:
@@ -291,11 +301,18 @@ class Transfers:
         waits: list[asyncio.Future[Any]] = [*reads, *opens]
         for waiting in waits:
             waiting.cancel()  # of a posted read this ends the waiting only
+            waiting.add_done_callback(_looked_at)
         if fault is not None and fault.reason in LINK_BREAKERS:
             link.lose(fault)
         transfer.timings.total = time.perf_counter() - began
         self._decide(transfer, event, fault)
         await self._let_go(transfer, link, posted=True)
+
+    async def _read_once_open(self, opening: asyncio.Future[None], read: XferRead) -> ReadResult:
+        """Post a read from a source that may not be polling, once it has answered that it is."""
+        await asyncio.wait([opening])  # not awaited itself: its own failure is its own
+        opening.result()
+        return await self._submit(read)
 
     async def _outcome(
         self,
@@ -333,10 +350,11 @@ class Transfers:
         return Event.COMPLETE, None
 
     async def _open_source(self, transfer: Transfer, source: LinkSource, timeout: float) -> None:
-        began = time.perf_counter()
+        asked = time.monotonic()
         record = OpenRead(self._ref(transfer, source), transfer.promised_tokens, wanted=timeout)
         await source.client.open_read(record, timeout)
-        transfer.timings.open = max(transfer.timings.open or 0.0, time.perf_counter() - began)
+        source.heard(asked)
+        transfer.timings.open = max(transfer.timings.open or 0.0, time.monotonic() - asked)
 
     def _decide(self, transfer: Transfer, event: Event, error: KvxferError | None) -> None:
         """Give a transfer its outcome.  From here on nothing but :meth:`_let_go` touches it."""
@@ -512,6 +530,12 @@ def _check_same(spec: TransferSpec, digest: bytes) -> None:
             field="transfer_id",
             transfer_id=spec.transfer_id,
         )
+
+
+def _looked_at(ended: asyncio.Future[Any]) -> None:
+    """Asyncio complains about failures that nobody has looked at."""
+    if not ended.cancelled():
+        ended.exception()
 
 
 def _worst(errors: list[KvxferError]) -> KvxferError:

@@ -101,8 +101,9 @@ class ExchangeAnswer:
     """A peer's answer.
 
     :param memory: ``None`` where the reader knows this incarnation already.
-    :param poll_interval: the peer polls at least so often, seconds.
+    :param poll_interval: the peer polls at least so often while it is attentive, seconds.
     :param idle_timeout: the peer forgets a reader of which it hears nothing for so long, seconds.
+    :param attention: the peer is attentive for so long after it has met a reader or heard of a read, seconds.
     """
 
     protocol_version: int
@@ -114,6 +115,7 @@ class ExchangeAnswer:
     compatibility_key: str
     poll_interval: float
     idle_timeout: float
+    attention: float
     memory: PeerMemory | None
 
 
@@ -228,6 +230,7 @@ def answer_to_pb(answer: ExchangeAnswer) -> pb.ExchangeResponse:
         compatibility_key=answer.compatibility_key,
         poll_interval=duration(answer.poll_interval),
         idle_timeout=duration(answer.idle_timeout),
+        attention=duration(answer.attention),
     )
     if memory := answer.memory:
         message.layout.CopyFrom(layout_to_pb(memory.layout))
@@ -255,6 +258,7 @@ def _answer(message: pb.ExchangeResponse) -> ExchangeAnswer:
         compatibility_key=text(message.compatibility_key, "compatibility_key", MAX_KEY),
         poll_interval=seconds(message, "poll_interval", ""),
         idle_timeout=seconds(message, "idle_timeout", ""),
+        attention=seconds(message, "attention", ""),
         memory=_memory(message) if message.HasField("layout") else None,
     )
 

@@ -276,7 +276,8 @@ class Pump:
             self._take(self._patience())
             if self._posted or self._lingering or self._spinning > 0 or self._connected > 0 or self._peers > 0:
                 self._poll()
-            self._flush()
+            if self._outbox:
+                self._flush()
         try:
             self._driver.close()
         except Exception as caught:  # noqa: BLE001  the thread must live on

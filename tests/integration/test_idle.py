@@ -7,7 +7,6 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvxfer.config import Settings
 from kvxfer.core.layout import Rank
 from tests.support.fleet import Engine
 from tests.support.loopback import small_layout, small_lists
@@ -17,11 +16,6 @@ from tests.truth import Labels, Want
 TOKENS = 10
 #: How long to look, seconds; a minute by hand: KVXFER_TEST_IDLE=60.
 WINDOW = float(os.environ.get("KVXFER_TEST_IDLE", "10"))
-
-
-def shares(processes: Sequence[SidecarProcess], seconds: float) -> list[float]:
-    """The share of a core that each process uses."""
-    return [share for share, _ in observe(processes, seconds)]
 
 
 def observe(processes: Sequence[SidecarProcess], seconds: float) -> list[tuple[float, float]]:
@@ -45,15 +39,6 @@ def wakes(pid: int) -> int:
     return found
 
 
-def charge() -> float:
-    """What this machine charges for waking up at the rate of P, whatever is done then, as a share of a core."""
-    interval = Settings.load().poll_interval
-    began, before = time.monotonic(), time.process_time()
-    while time.monotonic() - began < 1:
-        time.sleep(interval)
-    return (time.process_time() - before) / (time.monotonic() - began)
-
-
 def test_idle_sidecars_cost_next_to_nothing() -> None:
     """One that is registered only, one that reads, one that is read from: connected, and nothing under way."""
     labels = Labels()
@@ -68,21 +53,17 @@ def test_idle_sidecars_cost_next_to_nothing() -> None:
         p.hold(lists)
         ticket = p.ticket(lists, TOKENS)
         d.read(0, p, ticket, lists, {g.name: Want(0, TOKENS) for g in d.groups})
-        # P polls without pause for a moment after it has met a reader.
-        until(lambda: max(shares([p_side, d_side], 0.25)) < 0.05, 10, "calm")
+        # P polls without pause for a moment after it has met a reader, and for ten seconds after a read.
+        until(lambda: observe([p_side], 0.5)[0][1] < 60, 20, "calm")
         found = dict(zip(("alone", "p", "d"), observe([alone, p_side, d_side], WINDOW), strict=True))
-        machine = charge()
-        print(
-            {n: f"{s:.2%}, {w:.0f} wakes/s" for n, (s, w) in found.items()}, f"an empty wake at P's rate: {machine:.2%}"
-        )
+        print({n: f"{s:.2%}, {w:.0f} wakes/s" for n, (s, w) in found.items()})
         assert found["alone"][0] < 0.005
         assert found["d"][0] < 0.01
-        # A virtual machine charges 30 to 60 us for a wake-up, and finds its caches cold: more than P's work itself.
-        assert found["p"][0] < 0.01 + 2 * machine
-        # What does not depend on the machine: P wakes up for its polls, and hardly anybody for anything else.
+        assert found["p"][0] < 0.01
+        # What does not depend on the machine.
         assert found["alone"][1] < 60
         assert found["d"][1] < 100
-        assert found["p"][1] < 250
+        assert found["p"][1] < 60
         # It is still connected, and wakes up at once.
         assert len(p_side.status().peers) == len(d_side.status().peers) == 1
         d.read(0, p, ticket, lists, {g.name: Want(0, TOKENS) for g in d.groups})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 
 from kvxfer.core.errors import KvxferError, Reason
 from kvxfer.core.layout import Rank
-from kvxfer.service.readers import MAX_READERS, MAX_READS, Readers
+from kvxfer.service.readers import ATTENTION, IDLE_TIMEOUT, MAX_READERS, MAX_READS, Readers
 from kvxfer.wire.peer import Reader
 
 
@@ -93,3 +94,26 @@ async def test_reads_of_one_reader_over_the_limit_are_refused(readers: Readers, 
     readers.open(reader(0), "one more", "a:1")
     readers.close()
     assert not +demands.held
+
+
+async def test_a_reader_that_only_stays_connected_costs_nothing(readers: Readers, demands: Demands) -> None:
+    """It says that it is alive, but attention is for those that were just met, or read."""
+    readers.meet(reader(0), "a:1", connecting=True)
+    began = time.monotonic()
+    readers.tick(began + ATTENTION - 1)
+    assert demands.held["connected"] == 1
+    readers.meet(reader(0), "a:1", connecting=False)
+    readers.tick(began + ATTENTION + 1)
+    assert not +demands.held
+    assert len(readers.status()) == 1
+
+    readers.open(reader(0), "t", "a:1")
+    readers.tick(time.monotonic() + 2 * ATTENTION)  # a long read
+    assert demands.held == {"connected": 1, "serving": 1}
+    readers.close_read(reader(0), "t")
+    readers.tick(time.monotonic() + ATTENTION - 1)
+    assert demands.held == {"connected": 1, "serving": 0}
+    readers.tick(time.monotonic() + ATTENTION + 1)
+    assert not +demands.held
+    readers.tick(time.monotonic() + IDLE_TIMEOUT + 1)
+    assert not readers.status()

@@ -121,6 +121,7 @@ async def test_garbage_in_each_field(reading: Reading, fake: FakePeer) -> None:
                 one.ClearField("dp_size")
                 one.ClearField("poll_interval")
                 one.ClearField("idle_timeout")
+                one.ClearField("attention")
                 one.ClearField("incarnation")  # none was asked for
             if layout_from_pb(message.layout).fingerprint == message.layout_fingerprint:
                 message.layout.CopyFrom(sound.layout)

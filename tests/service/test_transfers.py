@@ -8,7 +8,7 @@ from typing import Any
 import grpc.aio
 import pytest
 
-from kvxfer.core.errors import Reason
+from kvxfer.core.errors import KvxferError, Reason
 from kvxfer.pb import transfer_pb2 as pb
 from kvxfer.service import transfer as kept
 from kvxfer.wire.requests import spec_from_pb
@@ -426,3 +426,65 @@ async def test_a_prepared_transfer_ends_with_its_peer(reading: Reading) -> None:
     assert error.reason is Reason.PEER_LOST
     error = await refusal(reading.stub.ReadBlocks(reading.request()))
     assert error.reason is Reason.PEER_UNREACHABLE
+
+
+async def test_a_source_that_may_not_poll_is_asked_before_anything_is_posted(
+    reading: Reading, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After some time without reads P does not poll; OpenRead wakes it, and only then comes the READ."""
+    await reading.good()
+    link = next(iter(reading.d.nodes[0].sidecar.registrations.get("engine-d").links))
+    source = link.sources[0]
+    posts, asked, answer = reading.fabric.posts, asyncio.Event(), asyncio.Event()
+    really = source.client.open_read
+
+    async def slowly(*args: Any) -> float:
+        asked.set()
+        await answer.wait()
+        return await really(*args)
+
+    monkeypatch.setattr(source.client, "open_read", slowly)
+    source.attentive_until = 0.0
+    running = asyncio.ensure_future(reading.good())
+    await asyncio.wait_for(asked.wait(), 5)
+    await reach_nothing(reading, posts)
+    answer.set()
+    await asyncio.wait_for(running, 5)
+    assert reading.fabric.posts == posts + 1
+    assert source.attentive
+    # As long as it is known to poll the READ does not wait for the answer.
+    answer.clear()
+    running = asyncio.ensure_future(reading.good())
+    await soon(lambda: reading.fabric.posts == posts + 2)
+    answer.set()
+    await asyncio.wait_for(running, 5)
+
+
+async def test_a_read_that_a_sleeping_source_refuses_is_never_posted(
+    reading: Reading, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await reading.good()
+    link = next(iter(reading.d.nodes[0].sidecar.registrations.get("engine-d").links))
+    source = link.sources[0]
+    posts = reading.fabric.posts
+
+    async def refuse(*_: Any) -> float:
+        raise KvxferError(Reason.LIMIT_EXCEEDED, "too many reads")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(source.client, "open_read", refuse)
+        source.attentive_until = 0.0
+        error = await refusal(reading.stub.ReadBlocks(reading.request("t1")))
+    assert error.reason is Reason.LIMIT_EXCEEDED
+    assert (await reading.d.get("t1")).quiesced
+    assert reading.fabric.posts == posts
+    await reading.good()
+
+
+async def reach_nothing(reading: Reading, posts: int) -> None:
+    """Everything that is due has been done, and nothing was posted."""
+    for _ in range(100):
+        await asyncio.sleep(0)
+    engine = reading.d.nodes[0].engines[0]
+    await engine.metadata()  # the engine's thread has come by
+    assert reading.fabric.posts == posts

@@ -43,7 +43,7 @@ MEMORY = PeerMemory(
     "kvxfer-inc-p",
     b"metadata of an agent",
 )
-ANSWER = ExchangeAnswer(1, "prefill-0", Rank(1, 2), 0, 1, "inc-p", "key", 0.01, 30.0, MEMORY)
+ANSWER = ExchangeAnswer(1, "prefill-0", Rank(1, 2), 0, 1, "inc-p", "key", 0.01, 30.0, 10.0, MEMORY)
 REF = ReadRef("prefill-0", Rank(1, 2), "inc-p", "cmpl-42", bytes(range(16)), READER, 4, "t-1")
 OPEN = OpenRead(REF, 4_175, (("full", bytes(32)), ("mamba.0", b"\1" * 32)), 12.5)
 CLOSE = CloseRead(REF, Outcome.FAILED, will_retry=True)
@@ -127,6 +127,7 @@ def test_exchange_refuses(change: Callable[[Any], object], field: str) -> None:
         (lambda m: setattr(m, "dp_rank", 1), "dp_rank"),
         (lambda m: m.ClearField("incarnation"), "incarnation"),
         (lambda m: m.ClearField("idle_timeout"), "idle_timeout"),
+        (lambda m: m.ClearField("attention"), "attention"),
         (lambda m: setattr(m.poll_interval, "nanos", -1), "poll_interval"),
         (lambda m: m.ClearField("agent_metadata"), "agent_metadata"),
         (lambda m: setattr(m, "agent_metadata", bytes(MAX_METADATA + 1)), "agent_metadata"),
