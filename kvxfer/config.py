@@ -90,18 +90,25 @@ class Settings(BaseSettings):
     max_transfers: int = Field(4096, ge=1, le=1_000_000, description="Transfers that are not finished, per engine.")
     max_bytes_in_flight: int = Field(64 * 2**30, ge=2**20, description="Bytes posted and not finished, per engine.")
     max_descriptors: int = Field(8_388_608, ge=1, le=2**31 - 1, description="Descriptors that one read may name.")
-    max_holds: int = Field(65_536, ge=1, description="Published requests held at once, per engine.")
+    max_leases: int = Field(65_536, ge=1, description="Published requests held at once, per engine.")
     kept_transfers: int = Field(4096, ge=0, description="Finished transfers that GetTransfer still knows, per engine.")
-
+    kept_leases: int = Field(4096, ge=0, description="Ended leases that ListLeases still knows, per engine.")
     lanes: int = Field(2, ge=1, le=16, description="NIXL agents that read at once; large reads are split over them.")
 
     # -- times
     handshake_timeout: Seconds = Field(10.0, description="A handshake's deadline, unless the call sets one.")
     read_timeout: Seconds = Field(60.0, description="A read's deadline, unless the call sets one.")
     prepared_ttl: Seconds = Field(60.0, description="How long a prepared transfer waits for its ReadBlocks.")
-    max_hold_ttl: Seconds = Field(3600.0, description="The longest hold that a call may ask for.")
+    lease_ttl: Seconds = Field(30.0, description="How long a published request is held, unless the call says.")
+    max_lease_ttl: Seconds = Field(3600.0, description="The longest hold that a call may ask for.")
+    publish_wait: Seconds = Field(2.0, description="How long a reader's OpenRead waits for its request's publication.")
+    read_grant: Seconds = Field(15.0, description="How long a reader may read before it must renew.")
+    max_read: Seconds = Field(600.0, description="How long a reader may read in all, with renewals.")
     warm_up_timeout: Seconds = Field(5.0, description="How long a new connection may take to carry its first byte.")
     drain_timeout: Seconds = Field(10.0, description="At shutdown: how long posted reads may still run.")
+    drain_limit: Seconds = Field(
+        10.0, description="How long a read that has failed may stay in flight before its NIXL agent is destroyed."
+    )
     poll_interval: Annotated[float, Field(gt=0, le=0.010)] = Field(
         0.0095, description="How often NIXL is polled while readers are connected; at most 10 ms."
     )

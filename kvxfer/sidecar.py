@@ -35,14 +35,14 @@ from kvxfer.service.interceptors import ErrorInterceptor
 from kvxfer.service.peer import PeerService
 from kvxfer.service.peer_client import GrpcPeerClient
 from kvxfer.service.registrations import EngineFactory, Registrations
-from kvxfer.xfer.api import TransferEngine
+from kvxfer.xfer.api import NotificationHandler, TransferEngine
 
 log = structlog.get_logger()
 
 ENGINE_SERVICE: Final = transfer_pb2.DESCRIPTOR.services_by_name["KvTransfer"].full_name
 PEER_SERVICE: Final = peer_pb2.DESCRIPTOR.services_by_name["KvPeer"].full_name
 
-#: How often holds and readers are looked through, seconds.
+#: How often leases and readers are looked through, seconds.
 TICK: Final = 1.0
 #: How long calls may still run once everything has drained, seconds.
 GRACE: Final = 1.0
@@ -67,10 +67,11 @@ def nixl_engine(settings: Settings) -> EngineFactory:
         warm_up=settings.warm_up_timeout,
     )
 
-    def make(name: str, on_notification: Callable[[str, bytes], None]) -> TransferEngine:
+    def make(name: str, on_notification: NotificationHandler | None) -> TransferEngine:
         first = NixlEngine(name, on_notification, settings=chosen)
-        more = (NixlEngine(f"{name}/lane{i}", settings=chosen) for i in range(1, settings.lanes))
-        return LanedEngine((first, *more)) if settings.lanes > 1 else first
+        if on_notification is not None or settings.lanes == 1:  # only reading is split
+            return first
+        return LanedEngine((first, *(NixlEngine(f"{name}.{i}", settings=chosen) for i in range(1, settings.lanes))))
 
     return make
 
@@ -236,7 +237,7 @@ class Sidecar:
             await asyncio.sleep(TICK)
             now = time.monotonic()
             for registration in self.registrations:
-                registration.holds.tick(now)
+                registration.leases.tick(now)
                 registration.readers.tick(now)
 
 

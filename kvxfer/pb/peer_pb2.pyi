@@ -386,11 +386,109 @@ class OpenReadResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     GRANTED_FIELD_NUMBER: _builtins.int
+    PUBLISHED_FIELD_NUMBER: _builtins.int
+    SETTLED_FIELD_NUMBER: _builtins.int
+    settled: _builtins.bool
+    """OUTPUT.  This side takes the notification of the READ for its end.  False: only CloseRead ends it, so the reader may
+    post the READ once more under the same grant, and does where published says that it was too early.
+    """
     @_builtins.property
     def granted(self) -> _duration_pb2.Duration:
         """OUTPUT.  The blocks stay as they are for so long at least, counted by the reader from before it called.  A read
         that ends later does not count.
         """
+
+    @_builtins.property
+    def published(self) -> _duration_pb2.Duration:
+        """OUTPUT.  The blocks had been published for so long when this was answered.  A READ that was posted earlier than that
+        before the answer came, by the reader's clock, may have read what was there before: it does not count.
+        """
+
+    def __init__(
+        self,
+        *,
+        granted: _duration_pb2.Duration | None = ...,
+        published: _duration_pb2.Duration | None = ...,
+        settled: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["granted", b"granted", "published", b"published"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["granted", b"granted", "published", b"published", "settled", b"settled"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___OpenReadResponse: _TypeAlias = OpenReadResponse  # noqa: Y015
+
+@_typing.final
+class RenewReadRequest(_message.Message):
+    """Request of KvPeer.RenewRead."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ENGINE_ID_FIELD_NUMBER: _builtins.int
+    RANK_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    LEASE_TOKEN_FIELD_NUMBER: _builtins.int
+    READER_FIELD_NUMBER: _builtins.int
+    READERS_FIELD_NUMBER: _builtins.int
+    TRANSFER_ID_FIELD_NUMBER: _builtins.int
+    WANTED_FIELD_NUMBER: _builtins.int
+    engine_id: _builtins.str
+    """REQUIRED."""
+    incarnation: _builtins.str
+    """REQUIRED.  As in the ticket."""
+    request_id: _builtins.str
+    """REQUIRED.  As in the ticket."""
+    lease_token: _builtins.bytes
+    """REQUIRED.  As in the ticket; 16 bytes."""
+    readers: _builtins.int
+    """REQUIRED.  As in OpenReadRequest."""
+    transfer_id: _builtins.str
+    """REQUIRED.  The reader's transfer."""
+    @_builtins.property
+    def rank(self) -> _layout_pb2.Rank:
+        """REQUIRED."""
+
+    @_builtins.property
+    def reader(self) -> Global___Reader:
+        """REQUIRED."""
+
+    @_builtins.property
+    def wanted(self) -> _duration_pb2.Duration:
+        """OPTIONAL.  How much longer the reader would like to read; more than 0."""
+
+    def __init__(
+        self,
+        *,
+        engine_id: _builtins.str = ...,
+        rank: _layout_pb2.Rank | None = ...,
+        incarnation: _builtins.str = ...,
+        request_id: _builtins.str = ...,
+        lease_token: _builtins.bytes = ...,
+        reader: Global___Reader | None = ...,
+        readers: _builtins.int = ...,
+        transfer_id: _builtins.str = ...,
+        wanted: _duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["rank", b"rank", "reader", b"reader", "wanted", b"wanted"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine_id", b"engine_id", "incarnation", b"incarnation", "lease_token", b"lease_token", "rank", b"rank", "reader", b"reader", "readers", b"readers", "request_id", b"request_id", "transfer_id", b"transfer_id", "wanted", b"wanted"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RenewReadRequest: _TypeAlias = RenewReadRequest  # noqa: Y015
+
+@_typing.final
+class RenewReadResponse(_message.Message):
+    """Response of KvPeer.RenewRead."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GRANTED_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def granted(self) -> _duration_pb2.Duration:
+        """OUTPUT.  The blocks stay as they are for so long at least, counted by the reader from before it called."""
 
     def __init__(
         self,
@@ -403,7 +501,7 @@ class OpenReadResponse(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___OpenReadResponse: _TypeAlias = OpenReadResponse  # noqa: Y015
+Global___RenewReadResponse: _TypeAlias = RenewReadResponse  # noqa: Y015
 
 @_typing.final
 class CloseReadRequest(_message.Message):

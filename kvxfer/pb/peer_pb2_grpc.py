@@ -45,6 +45,11 @@ class KvPeerStub(object):
                 request_serializer=kvxfer_dot_v1_dot_peer__pb2.OpenReadRequest.SerializeToString,
                 response_deserializer=kvxfer_dot_v1_dot_peer__pb2.OpenReadResponse.FromString,
                 _registered_method=True)
+        self.RenewRead = channel.unary_unary(
+                '/kvxfer.v1.KvPeer/RenewRead',
+                request_serializer=kvxfer_dot_v1_dot_peer__pb2.RenewReadRequest.SerializeToString,
+                response_deserializer=kvxfer_dot_v1_dot_peer__pb2.RenewReadResponse.FromString,
+                _registered_method=True)
         self.CloseRead = channel.unary_unary(
                 '/kvxfer.v1.KvPeer/CloseRead',
                 request_serializer=kvxfer_dot_v1_dot_peer__pb2.CloseReadRequest.SerializeToString,
@@ -72,6 +77,13 @@ class KvPeerServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def RenewRead(self, request, context):
+        """An open read goes on, and needs more time.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def CloseRead(self, request, context):
         """A READ has ended, whatever became of it; also sent to ranks of a ticket from which nothing is read.  Idempotent;
         may overtake OpenRead.
@@ -92,6 +104,11 @@ def add_KvPeerServicer_to_server(servicer, server):
                     servicer.OpenRead,
                     request_deserializer=kvxfer_dot_v1_dot_peer__pb2.OpenReadRequest.FromString,
                     response_serializer=kvxfer_dot_v1_dot_peer__pb2.OpenReadResponse.SerializeToString,
+            ),
+            'RenewRead': grpc.unary_unary_rpc_method_handler(
+                    servicer.RenewRead,
+                    request_deserializer=kvxfer_dot_v1_dot_peer__pb2.RenewReadRequest.FromString,
+                    response_serializer=kvxfer_dot_v1_dot_peer__pb2.RenewReadResponse.SerializeToString,
             ),
             'CloseRead': grpc.unary_unary_rpc_method_handler(
                     servicer.CloseRead,
@@ -154,6 +171,33 @@ class KvPeer(object):
             '/kvxfer.v1.KvPeer/OpenRead',
             kvxfer_dot_v1_dot_peer__pb2.OpenReadRequest.SerializeToString,
             kvxfer_dot_v1_dot_peer__pb2.OpenReadResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RenewRead(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvxfer.v1.KvPeer/RenewRead',
+            kvxfer_dot_v1_dot_peer__pb2.RenewReadRequest.SerializeToString,
+            kvxfer_dot_v1_dot_peer__pb2.RenewReadResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -45,6 +45,8 @@ class KvPeerStub:
     """A READ is under way.  Says whether the blocks are held for this request, and for how long.  Sent at the moment of
     posting; where this side may have stopped polling (attention), before it: then the READ waits for the answer.
     """
+    RenewRead: _grpc.UnaryUnaryMultiCallable[_peer_pb2.RenewReadRequest, _peer_pb2.RenewReadResponse]
+    """An open read goes on, and needs more time."""
     CloseRead: _grpc.UnaryUnaryMultiCallable[_peer_pb2.CloseReadRequest, _peer_pb2.CloseReadResponse]
     """A READ has ended, whatever became of it; also sent to ranks of a ticket from which nothing is read.  Idempotent;
     may overtake OpenRead.
@@ -63,6 +65,8 @@ class KvPeerAsyncStub(KvPeerStub):
     """A READ is under way.  Says whether the blocks are held for this request, and for how long.  Sent at the moment of
     posting; where this side may have stopped polling (attention), before it: then the READ waits for the answer.
     """
+    RenewRead: _aio.UnaryUnaryMultiCallable[_peer_pb2.RenewReadRequest, _peer_pb2.RenewReadResponse]  # type: ignore[assignment]
+    """An open read goes on, and needs more time."""
     CloseRead: _aio.UnaryUnaryMultiCallable[_peer_pb2.CloseReadRequest, _peer_pb2.CloseReadResponse]  # type: ignore[assignment]
     """A READ has ended, whatever became of it; also sent to ranks of a ticket from which nothing is read.  Idempotent;
     may overtake OpenRead.
@@ -90,6 +94,14 @@ class KvPeerServicer(metaclass=_abc_1.ABCMeta):
         """A READ is under way.  Says whether the blocks are held for this request, and for how long.  Sent at the moment of
         posting; where this side may have stopped polling (attention), before it: then the READ waits for the answer.
         """
+
+    @_abc_1.abstractmethod
+    def RenewRead(
+        self,
+        request: _peer_pb2.RenewReadRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_peer_pb2.RenewReadResponse, _abc.Awaitable[_peer_pb2.RenewReadResponse]]:
+        """An open read goes on, and needs more time."""
 
     @_abc_1.abstractmethod
     def CloseRead(

@@ -73,6 +73,38 @@ TRANSFER_STATE_CANCELLED: TransferState.ValueType  # 6
 """Cancelled; nothing in the local blocks may be used."""
 Global___TransferState: _TypeAlias = TransferState  # noqa: Y015
 
+class _LeaseState:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _LeaseStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_LeaseState.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    LEASE_STATE_UNSPECIFIED: _LeaseState.ValueType  # 0
+    """Never told; refused in requests."""
+    LEASE_STATE_HELD: _LeaseState.ValueType  # 1
+    """Its blocks must stay as they are.  Also while granted reads are open of one that is ending."""
+    LEASE_STATE_RELEASED: _LeaseState.ValueType  # 2
+    """Every reader is done."""
+    LEASE_STATE_EXPIRED: _LeaseState.ValueType  # 3
+    """Its time has passed."""
+    LEASE_STATE_WITHDRAWN: _LeaseState.ValueType  # 4
+    """It was withdrawn."""
+
+class LeaseState(_LeaseState, metaclass=_LeaseStateEnumTypeWrapper):
+    """Where a published request is in its life."""
+
+LEASE_STATE_UNSPECIFIED: LeaseState.ValueType  # 0
+"""Never told; refused in requests."""
+LEASE_STATE_HELD: LeaseState.ValueType  # 1
+"""Its blocks must stay as they are.  Also while granted reads are open of one that is ending."""
+LEASE_STATE_RELEASED: LeaseState.ValueType  # 2
+"""Every reader is done."""
+LEASE_STATE_EXPIRED: LeaseState.ValueType  # 3
+"""Its time has passed."""
+LEASE_STATE_WITHDRAWN: LeaseState.ValueType  # 4
+"""It was withdrawn."""
+Global___LeaseState: _TypeAlias = LeaseState  # noqa: Y015
+
 class _SettingOrigin:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -1514,7 +1546,7 @@ class PublishBlocksRequest(_message.Message):
 
     @_builtins.property
     def ttl(self) -> _duration_pb2.Duration:
-        """REQUIRED.  How long to hold them at least, from now; more than 0, at most the sidecar's limit."""
+        """OPTIONAL.  How long to hold them at least, from now; more than 0, at most the sidecar's limit.  Unset: its setting."""
 
     def __init__(
         self,
@@ -1561,6 +1593,66 @@ class PublishBlocksResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PublishBlocksResponse: _TypeAlias = PublishBlocksResponse  # noqa: Y015
+
+@_typing.final
+class RenewLeaseRequest(_message.Message):
+    """Request of KvTransfer.RenewLease."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ENGINE_ID_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    LEASE_TOKEN_FIELD_NUMBER: _builtins.int
+    TTL_FIELD_NUMBER: _builtins.int
+    engine_id: _builtins.str
+    """REQUIRED."""
+    request_id: _builtins.str
+    """REQUIRED."""
+    lease_token: _builtins.bytes
+    """REQUIRED.  As given to PublishBlocks; 16 bytes."""
+    @_builtins.property
+    def ttl(self) -> _duration_pb2.Duration:
+        """OPTIONAL.  As in PublishBlocksRequest."""
+
+    def __init__(
+        self,
+        *,
+        engine_id: _builtins.str = ...,
+        request_id: _builtins.str = ...,
+        lease_token: _builtins.bytes = ...,
+        ttl: _duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["ttl", b"ttl"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine_id", b"engine_id", "lease_token", b"lease_token", "request_id", b"request_id", "ttl", b"ttl"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RenewLeaseRequest: _TypeAlias = RenewLeaseRequest  # noqa: Y015
+
+@_typing.final
+class RenewLeaseResponse(_message.Message):
+    """Response of KvTransfer.RenewLease."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EXPIRES_IN_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def expires_in(self) -> _duration_pb2.Duration:
+        """OUTPUT.  Time left, as of now."""
+
+    def __init__(
+        self,
+        *,
+        expires_in: _duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["expires_in", b"expires_in"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["expires_in", b"expires_in"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RenewLeaseResponse: _TypeAlias = RenewLeaseResponse  # noqa: Y015
 
 @_typing.final
 class WithdrawBlocksRequest(_message.Message):
@@ -1617,6 +1709,248 @@ class WithdrawBlocksResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WithdrawBlocksResponse: _TypeAlias = WithdrawBlocksResponse  # noqa: Y015
+
+@_typing.final
+class Lease(_message.Message):
+    """A published request."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ENGINE_ID_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    ENDING_FIELD_NUMBER: _builtins.int
+    EXPIRES_IN_FIELD_NUMBER: _builtins.int
+    OPEN_READS_FIELD_NUMBER: _builtins.int
+    READERS_FIELD_NUMBER: _builtins.int
+    NUM_TOKENS_FIELD_NUMBER: _builtins.int
+    AGE_FIELD_NUMBER: _builtins.int
+    engine_id: _builtins.str
+    """OUTPUT."""
+    request_id: _builtins.str
+    """OUTPUT."""
+    state: Global___LeaseState.ValueType
+    """OUTPUT."""
+    ending: _builtins.bool
+    """OUTPUT.  Nothing new is granted any more: it ends with the reads that are open."""
+    open_reads: _builtins.int
+    """OUTPUT.  Granted reads that are open."""
+    num_tokens: _builtins.int
+    """OUTPUT.  Tokens that were published."""
+    @_builtins.property
+    def expires_in(self) -> _duration_pb2.Duration:
+        """OUTPUT.  Time left until it ends by itself; unset where that has begun."""
+
+    @_builtins.property
+    def readers(self) -> _containers.RepeatedCompositeFieldContainer[Global___LeaseReaders]:
+        """OUTPUT.  By reading engine, how many of its ranks are done."""
+
+    @_builtins.property
+    def age(self) -> _duration_pb2.Duration:
+        """OUTPUT.  Since it was published."""
+
+    def __init__(
+        self,
+        *,
+        engine_id: _builtins.str = ...,
+        request_id: _builtins.str = ...,
+        state: Global___LeaseState.ValueType = ...,
+        ending: _builtins.bool = ...,
+        expires_in: _duration_pb2.Duration | None = ...,
+        open_reads: _builtins.int = ...,
+        readers: _abc.Iterable[Global___LeaseReaders] | None = ...,
+        num_tokens: _builtins.int = ...,
+        age: _duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "expires_in", b"expires_in"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "ending", b"ending", "engine_id", b"engine_id", "expires_in", b"expires_in", "num_tokens", b"num_tokens", "open_reads", b"open_reads", "readers", b"readers", "request_id", b"request_id", "state", b"state"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Lease: _TypeAlias = Lease  # noqa: Y015
+
+@_typing.final
+class LeaseReaders(_message.Message):
+    """How far one engine is with a request."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ENGINE_ID_FIELD_NUMBER: _builtins.int
+    EXPECTED_FIELD_NUMBER: _builtins.int
+    DONE_FIELD_NUMBER: _builtins.int
+    engine_id: _builtins.str
+    """OUTPUT."""
+    expected: _builtins.int
+    """OUTPUT.  Ranks that will read; 0: not told yet."""
+    done: _builtins.int
+    """OUTPUT.  Ranks that are done."""
+    def __init__(
+        self,
+        *,
+        engine_id: _builtins.str = ...,
+        expected: _builtins.int = ...,
+        done: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["done", b"done", "engine_id", b"engine_id", "expected", b"expected"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LeaseReaders: _TypeAlias = LeaseReaders  # noqa: Y015
+
+@_typing.final
+class ListLeasesRequest(_message.Message):
+    """Request of KvTransfer.ListLeases."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ENGINE_ID_FIELD_NUMBER: _builtins.int
+    STATES_FIELD_NUMBER: _builtins.int
+    PAGE_SIZE_FIELD_NUMBER: _builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    engine_id: _builtins.str
+    """REQUIRED."""
+    page_size: _builtins.int
+    """OPTIONAL.  At most so many; 0 means 100, and more than 1,000 are never given."""
+    page_token: _builtins.str
+    """OPTIONAL.  next_page_token of the page before, with the same states; at most 256 characters."""
+    @_builtins.property
+    def states(self) -> _containers.RepeatedScalarFieldContainer[Global___LeaseState.ValueType]:
+        """OPTIONAL.  Only these states; empty: all."""
+
+    def __init__(
+        self,
+        *,
+        engine_id: _builtins.str = ...,
+        states: _abc.Iterable[Global___LeaseState.ValueType] | None = ...,
+        page_size: _builtins.int = ...,
+        page_token: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine_id", b"engine_id", "page_size", b"page_size", "page_token", b"page_token", "states", b"states"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListLeasesRequest: _TypeAlias = ListLeasesRequest  # noqa: Y015
+
+@_typing.final
+class ListLeasesResponse(_message.Message):
+    """Response of KvTransfer.ListLeases."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LEASES_FIELD_NUMBER: _builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    next_page_token: _builtins.str
+    """OUTPUT.  Empty on the last page."""
+    @_builtins.property
+    def leases(self) -> _containers.RepeatedCompositeFieldContainer[Global___Lease]:
+        """OUTPUT."""
+
+    def __init__(
+        self,
+        *,
+        leases: _abc.Iterable[Global___Lease] | None = ...,
+        next_page_token: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["leases", b"leases", "next_page_token", b"next_page_token"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListLeasesResponse: _TypeAlias = ListLeasesResponse  # noqa: Y015
+
+@_typing.final
+class WatchLeasesRequest(_message.Message):
+    """Request of KvTransfer.WatchLeases."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ENGINE_ID_FIELD_NUMBER: _builtins.int
+    INCLUDE_CURRENT_FIELD_NUMBER: _builtins.int
+    engine_id: _builtins.str
+    """REQUIRED."""
+    include_current: _builtins.bool
+    """OPTIONAL.  Begin with every lease that is remembered, so that nothing is missed after a broken stream."""
+    def __init__(
+        self,
+        *,
+        engine_id: _builtins.str = ...,
+        include_current: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine_id", b"engine_id", "include_current", b"include_current"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WatchLeasesRequest: _TypeAlias = WatchLeasesRequest  # noqa: Y015
+
+@_typing.final
+class WatchLeasesResponse(_message.Message):
+    """Response of KvTransfer.WatchLeases."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EVENT_FIELD_NUMBER: _builtins.int
+    READY_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def event(self) -> Global___LeaseEvent:
+        """A lease as it is now: HELD when it is published, and how it ended when it has."""
+
+    @_builtins.property
+    def ready(self) -> Global___WatchReady:
+        """All leases of before have been told; sent once with include_current, and at once without it.  From then on
+        nothing is missed until the stream ends.
+        """
+
+    def __init__(
+        self,
+        *,
+        event: Global___LeaseEvent | None = ...,
+        ready: Global___WatchReady | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "item", b"item", "ready", b"ready"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "item", b"item", "ready", b"ready"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_item: _TypeAlias = _typing.Literal["event", "ready"]  # noqa: Y015
+    _WhichOneofArgType_item: _TypeAlias = _typing.Literal["item", b"item"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_item) -> _WhichOneofReturnType_item | None: ...
+
+Global___WatchLeasesResponse: _TypeAlias = WatchLeasesResponse  # noqa: Y015
+
+@_typing.final
+class LeaseEvent(_message.Message):
+    """A change of a lease's state."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SEQUENCE_FIELD_NUMBER: _builtins.int
+    LEASE_FIELD_NUMBER: _builtins.int
+    sequence: _builtins.int
+    """OUTPUT.  1, 2, 3, ... within this stream."""
+    @_builtins.property
+    def lease(self) -> Global___Lease:
+        """OUTPUT."""
+
+    def __init__(
+        self,
+        *,
+        sequence: _builtins.int = ...,
+        lease: Global___Lease | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["lease", b"lease"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease", b"lease", "sequence", b"sequence"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LeaseEvent: _TypeAlias = LeaseEvent  # noqa: Y015
 
 @_typing.final
 class GetStatusRequest(_message.Message):
@@ -1947,6 +2281,10 @@ class Counts(_message.Message):
     BYTES_IN_FLIGHT_FIELD_NUMBER: _builtins.int
     PUBLISHED_FIELD_NUMBER: _builtins.int
     READS_OPEN_FIELD_NUMBER: _builtins.int
+    LEASES_RELEASED_FIELD_NUMBER: _builtins.int
+    LEASES_EXPIRED_FIELD_NUMBER: _builtins.int
+    LEASES_WITHDRAWN_FIELD_NUMBER: _builtins.int
+    READS_REFUSED_FIELD_NUMBER: _builtins.int
     prepared: _builtins.int
     """OUTPUT.  Transfers in PREPARED now."""
     posted: _builtins.int
@@ -1967,6 +2305,14 @@ class Counts(_message.Message):
     """OUTPUT.  Requests held for readers now."""
     reads_open: _builtins.int
     """OUTPUT.  Peers' reads under way now."""
+    leases_released: _builtins.int
+    """OUTPUT.  Published requests that ended RELEASED."""
+    leases_expired: _builtins.int
+    """OUTPUT.  That ended EXPIRED."""
+    leases_withdrawn: _builtins.int
+    """OUTPUT.  That ended WITHDRAWN."""
+    reads_refused: _builtins.int
+    """OUTPUT.  Peers' reads that were not granted."""
     def __init__(
         self,
         *,
@@ -1980,10 +2326,14 @@ class Counts(_message.Message):
         bytes_in_flight: _builtins.int = ...,
         published: _builtins.int = ...,
         reads_open: _builtins.int = ...,
+        leases_released: _builtins.int = ...,
+        leases_expired: _builtins.int = ...,
+        leases_withdrawn: _builtins.int = ...,
+        reads_refused: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_in_flight", b"bytes_in_flight", "bytes_read", b"bytes_read", "cancelled", b"cancelled", "done", b"done", "draining", b"draining", "failed", b"failed", "posted", b"posted", "prepared", b"prepared", "published", b"published", "reads_open", b"reads_open"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_in_flight", b"bytes_in_flight", "bytes_read", b"bytes_read", "cancelled", b"cancelled", "done", b"done", "draining", b"draining", "failed", b"failed", "leases_expired", b"leases_expired", "leases_released", b"leases_released", "leases_withdrawn", b"leases_withdrawn", "posted", b"posted", "prepared", b"prepared", "published", b"published", "reads_open", b"reads_open", "reads_refused", b"reads_refused"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -85,10 +85,25 @@ class KvTransferStub(object):
                 request_serializer=kvxfer_dot_v1_dot_transfer__pb2.PublishBlocksRequest.SerializeToString,
                 response_deserializer=kvxfer_dot_v1_dot_transfer__pb2.PublishBlocksResponse.FromString,
                 _registered_method=True)
+        self.RenewLease = channel.unary_unary(
+                '/kvxfer.v1.KvTransfer/RenewLease',
+                request_serializer=kvxfer_dot_v1_dot_transfer__pb2.RenewLeaseRequest.SerializeToString,
+                response_deserializer=kvxfer_dot_v1_dot_transfer__pb2.RenewLeaseResponse.FromString,
+                _registered_method=True)
         self.WithdrawBlocks = channel.unary_unary(
                 '/kvxfer.v1.KvTransfer/WithdrawBlocks',
                 request_serializer=kvxfer_dot_v1_dot_transfer__pb2.WithdrawBlocksRequest.SerializeToString,
                 response_deserializer=kvxfer_dot_v1_dot_transfer__pb2.WithdrawBlocksResponse.FromString,
+                _registered_method=True)
+        self.ListLeases = channel.unary_unary(
+                '/kvxfer.v1.KvTransfer/ListLeases',
+                request_serializer=kvxfer_dot_v1_dot_transfer__pb2.ListLeasesRequest.SerializeToString,
+                response_deserializer=kvxfer_dot_v1_dot_transfer__pb2.ListLeasesResponse.FromString,
+                _registered_method=True)
+        self.WatchLeases = channel.unary_stream(
+                '/kvxfer.v1.KvTransfer/WatchLeases',
+                request_serializer=kvxfer_dot_v1_dot_transfer__pb2.WatchLeasesRequest.SerializeToString,
+                response_deserializer=kvxfer_dot_v1_dot_transfer__pb2.WatchLeasesResponse.FromString,
                 _registered_method=True)
         self.GetStatus = channel.unary_unary(
                 '/kvxfer.v1.KvTransfer/GetStatus',
@@ -173,8 +188,30 @@ class KvTransferServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def RenewLease(self, request, context):
+        """Holds a published request longer.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def WithdrawBlocks(self, request, context):
         """Stops offering a request's blocks.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListLeases(self, request, context):
+        """Lists published requests, newest first.  Ended ones are kept for a while.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def WatchLeases(self, request, context):
+        """Streams what becomes of published requests, until the caller ends it.  Blocks may be freed when their lease is told
+        here as RELEASED, EXPIRED or WITHDRAWN, and at no other time.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -240,10 +277,25 @@ def add_KvTransferServicer_to_server(servicer, server):
                     request_deserializer=kvxfer_dot_v1_dot_transfer__pb2.PublishBlocksRequest.FromString,
                     response_serializer=kvxfer_dot_v1_dot_transfer__pb2.PublishBlocksResponse.SerializeToString,
             ),
+            'RenewLease': grpc.unary_unary_rpc_method_handler(
+                    servicer.RenewLease,
+                    request_deserializer=kvxfer_dot_v1_dot_transfer__pb2.RenewLeaseRequest.FromString,
+                    response_serializer=kvxfer_dot_v1_dot_transfer__pb2.RenewLeaseResponse.SerializeToString,
+            ),
             'WithdrawBlocks': grpc.unary_unary_rpc_method_handler(
                     servicer.WithdrawBlocks,
                     request_deserializer=kvxfer_dot_v1_dot_transfer__pb2.WithdrawBlocksRequest.FromString,
                     response_serializer=kvxfer_dot_v1_dot_transfer__pb2.WithdrawBlocksResponse.SerializeToString,
+            ),
+            'ListLeases': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListLeases,
+                    request_deserializer=kvxfer_dot_v1_dot_transfer__pb2.ListLeasesRequest.FromString,
+                    response_serializer=kvxfer_dot_v1_dot_transfer__pb2.ListLeasesResponse.SerializeToString,
+            ),
+            'WatchLeases': grpc.unary_stream_rpc_method_handler(
+                    servicer.WatchLeases,
+                    request_deserializer=kvxfer_dot_v1_dot_transfer__pb2.WatchLeasesRequest.FromString,
+                    response_serializer=kvxfer_dot_v1_dot_transfer__pb2.WatchLeasesResponse.SerializeToString,
             ),
             'GetStatus': grpc.unary_unary_rpc_method_handler(
                     servicer.GetStatus,
@@ -533,6 +585,33 @@ class KvTransfer(object):
             _registered_method=True)
 
     @staticmethod
+    def RenewLease(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvxfer.v1.KvTransfer/RenewLease',
+            kvxfer_dot_v1_dot_transfer__pb2.RenewLeaseRequest.SerializeToString,
+            kvxfer_dot_v1_dot_transfer__pb2.RenewLeaseResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
     def WithdrawBlocks(request,
             target,
             options=(),
@@ -549,6 +628,60 @@ class KvTransfer(object):
             '/kvxfer.v1.KvTransfer/WithdrawBlocks',
             kvxfer_dot_v1_dot_transfer__pb2.WithdrawBlocksRequest.SerializeToString,
             kvxfer_dot_v1_dot_transfer__pb2.WithdrawBlocksResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListLeases(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvxfer.v1.KvTransfer/ListLeases',
+            kvxfer_dot_v1_dot_transfer__pb2.ListLeasesRequest.SerializeToString,
+            kvxfer_dot_v1_dot_transfer__pb2.ListLeasesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WatchLeases(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/kvxfer.v1.KvTransfer/WatchLeases',
+            kvxfer_dot_v1_dot_transfer__pb2.WatchLeasesRequest.SerializeToString,
+            kvxfer_dot_v1_dot_transfer__pb2.WatchLeasesResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -65,8 +65,16 @@ class KvTransferStub:
     """Says that a request's blocks are complete in memory, and holds them for readers.  Call it only when the device has
     finished writing them and no step that could still write them is under way.  Idempotent.
     """
+    RenewLease: _grpc.UnaryUnaryMultiCallable[_transfer_pb2.RenewLeaseRequest, _transfer_pb2.RenewLeaseResponse]
+    """Holds a published request longer."""
     WithdrawBlocks: _grpc.UnaryUnaryMultiCallable[_transfer_pb2.WithdrawBlocksRequest, _transfer_pb2.WithdrawBlocksResponse]
     """Stops offering a request's blocks."""
+    ListLeases: _grpc.UnaryUnaryMultiCallable[_transfer_pb2.ListLeasesRequest, _transfer_pb2.ListLeasesResponse]
+    """Lists published requests, newest first.  Ended ones are kept for a while."""
+    WatchLeases: _grpc.UnaryStreamMultiCallable[_transfer_pb2.WatchLeasesRequest, _transfer_pb2.WatchLeasesResponse]
+    """Streams what becomes of published requests, until the caller ends it.  Blocks may be freed when their lease is told
+    here as RELEASED, EXPIRED or WITHDRAWN, and at no other time.
+    """
     GetStatus: _grpc.UnaryUnaryMultiCallable[_transfer_pb2.GetStatusRequest, _transfer_pb2.GetStatusResponse]
     """Tells what the sidecar is, holds and is connected to."""
 
@@ -99,8 +107,16 @@ class KvTransferAsyncStub(KvTransferStub):
     """Says that a request's blocks are complete in memory, and holds them for readers.  Call it only when the device has
     finished writing them and no step that could still write them is under way.  Idempotent.
     """
+    RenewLease: _aio.UnaryUnaryMultiCallable[_transfer_pb2.RenewLeaseRequest, _transfer_pb2.RenewLeaseResponse]  # type: ignore[assignment]
+    """Holds a published request longer."""
     WithdrawBlocks: _aio.UnaryUnaryMultiCallable[_transfer_pb2.WithdrawBlocksRequest, _transfer_pb2.WithdrawBlocksResponse]  # type: ignore[assignment]
     """Stops offering a request's blocks."""
+    ListLeases: _aio.UnaryUnaryMultiCallable[_transfer_pb2.ListLeasesRequest, _transfer_pb2.ListLeasesResponse]  # type: ignore[assignment]
+    """Lists published requests, newest first.  Ended ones are kept for a while."""
+    WatchLeases: _aio.UnaryStreamMultiCallable[_transfer_pb2.WatchLeasesRequest, _transfer_pb2.WatchLeasesResponse]  # type: ignore[assignment]
+    """Streams what becomes of published requests, until the caller ends it.  Blocks may be freed when their lease is told
+    here as RELEASED, EXPIRED or WITHDRAWN, and at no other time.
+    """
     GetStatus: _aio.UnaryUnaryMultiCallable[_transfer_pb2.GetStatusRequest, _transfer_pb2.GetStatusResponse]  # type: ignore[assignment]
     """Tells what the sidecar is, holds and is connected to."""
 
@@ -192,12 +208,38 @@ class KvTransferServicer(metaclass=_abc_1.ABCMeta):
         """
 
     @_abc_1.abstractmethod
+    def RenewLease(
+        self,
+        request: _transfer_pb2.RenewLeaseRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_transfer_pb2.RenewLeaseResponse, _abc.Awaitable[_transfer_pb2.RenewLeaseResponse]]:
+        """Holds a published request longer."""
+
+    @_abc_1.abstractmethod
     def WithdrawBlocks(
         self,
         request: _transfer_pb2.WithdrawBlocksRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_transfer_pb2.WithdrawBlocksResponse, _abc.Awaitable[_transfer_pb2.WithdrawBlocksResponse]]:
         """Stops offering a request's blocks."""
+
+    @_abc_1.abstractmethod
+    def ListLeases(
+        self,
+        request: _transfer_pb2.ListLeasesRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_transfer_pb2.ListLeasesResponse, _abc.Awaitable[_transfer_pb2.ListLeasesResponse]]:
+        """Lists published requests, newest first.  Ended ones are kept for a while."""
+
+    @_abc_1.abstractmethod
+    def WatchLeases(
+        self,
+        request: _transfer_pb2.WatchLeasesRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_transfer_pb2.WatchLeasesResponse], _abc.AsyncIterator[_transfer_pb2.WatchLeasesResponse]]:
+        """Streams what becomes of published requests, until the caller ends it.  Blocks may be freed when their lease is told
+        here as RELEASED, EXPIRED or WITHDRAWN, and at no other time.
+        """
 
     @_abc_1.abstractmethod
     def GetStatus(

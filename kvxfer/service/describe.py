@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import time
 from typing import Final
 
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from kvxfer.core import transfers as life
 from kvxfer.core.layout import GroupKind
+from kvxfer.core.leases import Lease
+from kvxfer.core.leases import State as LeaseState
 from kvxfer.core.plan import GroupCost
 from kvxfer.pb import transfer_pb2 as pb
-from kvxfer.service.links import Link
+from kvxfer.service.link import Link
 from kvxfer.service.registrations import Registration
 from kvxfer.service.transfer import Timings, Transfer
 from kvxfer.wire.fields import duration
@@ -26,6 +29,15 @@ STATES: Final = {
     life.State.DONE: pb.TRANSFER_STATE_DONE,
     life.State.FAILED: pb.TRANSFER_STATE_FAILED,
     life.State.CANCELLED: pb.TRANSFER_STATE_CANCELLED,
+}
+LEASE_STATES: Final = {
+    LeaseState.HELD: pb.LEASE_STATE_HELD,
+    LeaseState.RELEASING: pb.LEASE_STATE_HELD,
+    LeaseState.EXPIRING: pb.LEASE_STATE_HELD,
+    LeaseState.WITHDRAWING: pb.LEASE_STATE_HELD,
+    LeaseState.RELEASED: pb.LEASE_STATE_RELEASED,
+    LeaseState.EXPIRED: pb.LEASE_STATE_EXPIRED,
+    LeaseState.WITHDRAWN: pb.LEASE_STATE_WITHDRAWN,
 }
 
 
@@ -100,6 +112,26 @@ def transfer_to_pb(registration: Registration, transfer: Transfer) -> pb.Transfe
     return message
 
 
+def lease_to_pb(registration: Registration, lease: Lease) -> pb.Lease:
+    """A lease as it is now."""
+    now = time.monotonic()
+    held = lease.state is LeaseState.HELD
+    return pb.Lease(
+        engine_id=registration.identity.engine_id,
+        request_id=lease.request_id,
+        state=LEASE_STATES[lease.state],
+        ending=not held and not lease.ended,
+        expires_in=duration(lease.left(now)) if held else None,
+        open_reads=lease.open_reads,
+        readers=[
+            pb.LeaseReaders(engine_id=engine_id, expected=tally.readers, done=len(tally.done))
+            for engine_id, tally in sorted(lease.tallies.items())
+        ],
+        num_tokens=lease.num_tokens,
+        age=duration(now - lease.published),
+    )
+
+
 def _timings(timings: Timings) -> pb.TransferTimings:
     known = {name: duration(value) for name, value in vars(timings).items() if value is not None}
     return pb.TransferTimings(**known)
@@ -124,7 +156,7 @@ def registration_to_pb(registration: Registration) -> pb.RegistrationStatus:
         regions=len(registration.layout.regions),
         bytes=registration.size,
         groups=[g.name for g in registration.layout.groups],
-        published=len(registration.holds),
+        published=len(registration.leases),
     )
 
 
@@ -135,8 +167,9 @@ def peers_to_pb(registration: Registration) -> list[pb.PeerStatus]:
     for transfer in registration.transfers:
         if transfer.state is life.State.POSTED:
             for part in transfer.parts:
-                if part.source is not None:
-                    reads[part.source.peer.name] = reads.get(part.source.peer.name, 0) + 1
+                if part.live is not None:
+                    name = part.live.source.peer.name
+                    reads[name] = reads.get(name, 0) + 1
     peers = [
         pb.PeerStatus(
             engine_id=engine_id,
@@ -179,7 +212,12 @@ def add_counts(counts: pb.Counts, registration: Registration) -> None:
     counts.cancelled += totals.cancelled
     counts.bytes_read += totals.bytes_read
     counts.bytes_in_flight += totals.bytes_in_flight
-    counts.published += len(registration.holds)
+    counts.published += len(registration.leases)
+    ended = registration.leases.totals
+    counts.leases_released += ended.released
+    counts.leases_expired += ended.expired
+    counts.leases_withdrawn += ended.withdrawn
+    counts.reads_refused += ended.refused
     counts.reads_open += registration.readers.open_reads
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, Final, TypeAlias, TypeVar
 
@@ -17,8 +17,10 @@ from kvxfer.core.errors import KvxferError, Reason
 from kvxfer.pb import transfer_pb2 as pb
 from kvxfer.pb import transfer_pb2_grpc
 from kvxfer.service.describe import (
+    LEASE_STATES,
     STATES,
     add_counts,
+    lease_to_pb,
     library_to_pb,
     peers_to_pb,
     plan_to_pb,
@@ -30,6 +32,7 @@ from kvxfer.service.registrations import Registration, Registrations
 from kvxfer.service.settings import ServiceSettings
 from kvxfer.service.transfer import Transfer
 from kvxfer.service.transfers import new_transfer_id
+from kvxfer.service.watch import Watchers
 from kvxfer.wire import fields
 from kvxfer.wire.handles import handle_to_pb
 from kvxfer.wire.requests import (
@@ -159,17 +162,11 @@ class EngineService(transfer_pb2_grpc.KvTransferServicer):
     async def ListTransfers(self, request: pb.ListTransfersRequest, context: Context) -> pb.ListTransfersResponse:
         """All transfers, newest first."""
         registration = self._registrations.get(fields.text(request.engine_id, "engine_id"))
-        known = frozenset(STATES.values())
-        for i, state in enumerate(request.states):
-            if state not in known:
-                raise fields.refuse(f"states[{i}]", f"is {state}, which is no state of a transfer", value=state)
-        wanted = [t for t in registration.transfers if not request.states or STATES[t.state] in request.states]
-        before = _page_number(request.page_token, "page_token")
-        older = [t for t in wanted if before is None or t.number < before]
-        page = older[: fields.page_size(request.page_size)]
+        wanted = _known_states(request.states, STATES.values(), "a transfer")
+        listed = [(t.number, t) for t in registration.transfers if not wanted or STATES[t.state] in wanted]
+        page, following = _newest(listed, request.page_token, request.page_size)
         return pb.ListTransfersResponse(
-            transfers=[transfer_to_pb(registration, t) for t in page],
-            next_page_token=str(page[-1].number) if len(page) < len(older) else "",
+            transfers=[transfer_to_pb(registration, t) for t in page], next_page_token=following
         )
 
     async def CancelTransfer(self, request: pb.CancelTransferRequest, context: Context) -> pb.CancelTransferResponse:
@@ -184,30 +181,14 @@ class EngineService(transfer_pb2_grpc.KvTransferServicer):
     ) -> AsyncIterator[pb.WatchTransfersResponse]:
         """Every change, as it happens."""
         registration = self._registrations.get(fields.text(request.engine_id, "engine_id"))
-        current = registration.transfers.current() if request.include_current else []
-        watcher = registration.transfers.watch()
-        sequence = 0
-        try:
-            for transfer in current:
-                sequence += 1
-                yield _event(registration, transfer, sequence)
-            yield pb.WatchTransfersResponse(ready=pb.WatchReady())
-            while (changed := await watcher.queue.get()) is not None:
-                sequence += 1
-                yield _event(registration, changed, sequence)
-                if watcher.overrun and watcher.queue.empty():
-                    raise KvxferError(
-                        Reason.LIMIT_EXCEEDED,
-                        "this watch fell too far behind and has missed changes; watch again with include_current",
-                    )
-            raise KvxferError(
-                Reason.NOT_REGISTERED,
-                f"the registration of engine {request.engine_id} has ended",
-                field="engine_id",
-                engine_id=request.engine_id,
-            )
-        finally:
-            registration.transfers.unwatch(watcher)
+        transfers = registration.transfers
+        current = transfers.current() if request.include_current else []
+        async for number, transfer in _changes(transfers.watchers, current, registration):
+            if transfer is None:
+                yield pb.WatchTransfersResponse(ready=pb.WatchReady())
+            else:
+                event = pb.TransferEvent(sequence=number, transfer=transfer_to_pb(registration, transfer))
+                yield pb.WatchTransfersResponse(event=event)
 
     def _named(self, engine_id: str, transfer_id: str) -> tuple[Registration, Transfer]:
         # Also while it is unregistered: an engine must be able to ask when its blocks are quiet.
@@ -228,14 +209,47 @@ class EngineService(transfer_pb2_grpc.KvTransferServicer):
                 registered=registration.incarnation,
                 given=record.incarnation,
             )
-        return pb.PublishBlocksResponse(expires_in=fields.duration(registration.holds.publish(record)))
+        return pb.PublishBlocksResponse(expires_in=fields.duration(registration.leases.publish(record)))
+
+    async def RenewLease(self, request: pb.RenewLeaseRequest, context: Context) -> pb.RenewLeaseResponse:
+        """Hold them longer."""
+        registration = self._registrations.get(fields.text(request.engine_id, "engine_id"))
+        request_id = fields.text(request.request_id, "request_id")
+        token = fields.token(request.lease_token, "lease_token")
+        left = registration.leases.renew(request_id, token, fields.optional_seconds(request, "ttl", ""))
+        return pb.RenewLeaseResponse(expires_in=fields.duration(left))
 
     async def WithdrawBlocks(self, request: pb.WithdrawBlocksRequest, context: Context) -> pb.WithdrawBlocksResponse:
         """Hold them no more."""
-        registration = self._registrations.get(fields.text(request.engine_id, "engine_id"))
+        # Also while it is unregistered: an engine must be able to ask when its blocks are free.
+        registration = self._registrations.get(fields.text(request.engine_id, "engine_id"), closing=True)
         request_id = fields.text(request.request_id, "request_id")
-        registration.holds.withdraw(request_id, fields.token(request.lease_token, "lease_token"))
-        return pb.WithdrawBlocksResponse()
+        held = registration.leases.withdraw(request_id, fields.token(request.lease_token, "lease_token"))
+        return pb.WithdrawBlocksResponse(held_for=None if held is None else fields.duration(held))
+
+    async def ListLeases(self, request: pb.ListLeasesRequest, context: Context) -> pb.ListLeasesResponse:
+        """All leases, newest first."""
+        registration = self._registrations.get(fields.text(request.engine_id, "engine_id"), closing=True)
+        wanted = _known_states(request.states, LEASE_STATES.values(), "a lease")
+        listed = [(n, x) for n, x in registration.leases if not wanted or LEASE_STATES[x.state] in wanted]
+        page, following = _newest(listed, request.page_token, request.page_size)
+        return pb.ListLeasesResponse(
+            leases=[lease_to_pb(registration, lease) for lease in page], next_page_token=following
+        )
+
+    async def WatchLeases(
+        self, request: pb.WatchLeasesRequest, context: Context
+    ) -> AsyncIterator[pb.WatchLeasesResponse]:
+        """Every lease that is published or has ended, as it happens."""
+        registration = self._registrations.get(fields.text(request.engine_id, "engine_id"))
+        leases = registration.leases
+        current = [lease for _, lease in leases][::-1] if request.include_current else []
+        async for number, lease in _changes(leases.watchers, current, registration):
+            if lease is None:
+                yield pb.WatchLeasesResponse(ready=pb.WatchReady())
+            else:
+                event = pb.LeaseEvent(sequence=number, lease=lease_to_pb(registration, lease))
+                yield pb.WatchLeasesResponse(event=event)
 
     # -- status ----------------------------------------------------------------------------------------------------
 
@@ -264,9 +278,31 @@ class EngineService(transfer_pb2_grpc.KvTransferServicer):
         return message
 
 
-def _event(registration: Registration, transfer: Transfer, sequence: int) -> pb.WatchTransfersResponse:
-    event = pb.TransferEvent(sequence=sequence, transfer=transfer_to_pb(registration, transfer))
-    return pb.WatchTransfersResponse(event=event)
+async def _changes(
+    watchers: Watchers[T], current: Sequence[T], registration: Registration
+) -> AsyncIterator[tuple[int, T | None]]:
+    """What there is, then ``None`` once, then what changes; each with its number in the stream.
+
+    :raises KvxferError: LIMIT_EXCEEDED for a caller that is too slow, NOT_REGISTERED at the end of the registration.
+    """
+    watcher = watchers.watch()
+    number = 0
+    try:
+        for number, item in enumerate(current, 1):
+            yield number, item
+        yield 0, None
+        while (changed := await watcher.next()) is not None:
+            number += 1
+            yield number, changed
+    finally:
+        watchers.unwatch(watcher)
+    engine_id = registration.identity.engine_id
+    raise KvxferError(
+        Reason.NOT_REGISTERED,
+        f"the registration of engine {engine_id} has ended",
+        field="engine_id",
+        engine_id=engine_id,
+    )
 
 
 def _of_spec(error: KvxferError) -> KvxferError:
@@ -284,6 +320,22 @@ def _told(error: KvxferError, transfer: Transfer) -> KvxferError:
     """A transfer's error as its caller gets it: with the ID, and whether the blocks may be reused."""
     facts = {"transfer_id": transfer.id, "quiesced": str(transfer.state in life.QUIESCENT).lower()}
     return KvxferError(error.reason, error.message, field=error.field, **{**error.metadata, **facts})
+
+
+def _known_states(asked: Sequence[int], known: Iterable[int], of: str) -> frozenset[int]:
+    states = frozenset(known)
+    for i, state in enumerate(asked):
+        if state not in states:
+            raise fields.refuse(f"states[{i}]", f"is {state}, which is no state of {of}", value=state)
+    return frozenset(asked)
+
+
+def _newest(listed: Sequence[tuple[int, T]], token: str, size: int) -> tuple[Sequence[T], str]:
+    """A page of what comes newest first, each with its number, and the token of the page that follows."""
+    before = _page_number(token, "page_token")
+    older = [(n, item) for n, item in listed if before is None or n < before]
+    page = older[: fields.page_size(size)]
+    return [item for _, item in page], str(page[-1][0]) if len(page) < len(older) else ""
 
 
 def _page_number(token: str, field: str) -> int | None:

@@ -1,28 +1,30 @@
 """D's side of a handshake: meet every rank of an engine, compile the plan, prepare both descriptor lists.
 
-A :class:`Link` is the result, good for any number of reads until a source is lost or restarts.  Concurrent callers
-share one attempt; attempts on different engines never wait for one another.
+A :class:`~kvxfer.service.link.Link` is the result, good for any number of reads until a source is lost or restarts.
+Concurrent callers share one attempt; attempts on different engines never wait for one another.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Final
 
 import structlog
 
 from kvxfer.core.errors import KvxferError, Reason
 from kvxfer.core.layout import CacheLayout, MemoryKind
 from kvxfer.core.pairing import Member, PairingOptions, compile_plan
-from kvxfer.core.plan import Plan, SourcePlan
+from kvxfer.core.plan import SourcePlan
+from kvxfer.service.link import Link, LinkSource, PeerClient, RemoteRank
 from kvxfer.service.settings import ServiceSettings
-from kvxfer.wire.peer import CloseRead, ExchangeAnswer, ExchangeQuery, OpenRead, PeerMemory, Reader
+from kvxfer.wire.peer import ExchangeAnswer, ExchangeQuery, PeerMemory, Reader
 from kvxfer.wire.requests import Target
 from kvxfer.wire.tickets import TicketRank
-from kvxfer.xfer.api import Peer, Rows, Span
+from kvxfer.xfer.api import Span, TransferEngine
 
 if TYPE_CHECKING:
     from kvxfer.service.registrations import Registration
@@ -35,171 +37,8 @@ PROTOCOL_VERSIONS: Final = (1, 1)
 COURTESY_TIMEOUT: Final = 2.0
 #: Ranks of one engine that are met at the same time.
 EXCHANGES_AT_ONCE: Final = 64
-#: A peer's idle timeout is taken as at least and at most so many seconds.
-IDLE_BOUNDS: Final = (3.0, 600.0)
-#: A peer's attention is taken as at most so many seconds.
-MAX_ATTENTION: Final = 60.0
-
-
-class PeerClient(Protocol):
-    """One rank's KvPeer service.  Every call raises PEER_UNREACHABLE, or what the peer answered."""
-
-    @property
-    def address(self) -> str:
-        """Where it listens."""
-
-    async def exchange(self, query: ExchangeQuery, timeout: float) -> ExchangeAnswer:
-        """Introduce the reader, or say that it is alive; the answer is checked."""
-
-    async def goodbye(self, query: ExchangeQuery, timeout: float) -> None:
-        """The reader leaves."""
-
-    async def open_read(self, record: OpenRead, timeout: float) -> float:
-        """A read is under way; seconds granted."""
-
-    async def close_read(self, record: CloseRead, timeout: float) -> None:
-        """A read has ended."""
-
-    async def wait_lost(self) -> None:
-        """Returns once an established connection breaks."""
-
-    async def close(self) -> None:
-        """Drop the connection."""
-
-
 #: Makes a client of the KvPeer service at an address; connects lazily.
 PeerConnector = Callable[[str], PeerClient]
-
-
-@dataclass(eq=False)
-class LinkSource:
-    """One P rank that is read from, with its prepared descriptor lists.
-
-    :param attentive_until: it polls until then at least, monotonic seconds: later reads are announced first.
-    """
-
-    client: PeerClient
-    facts: ExchangeAnswer
-    plan: SourcePlan
-    peer: Peer
-    local: Rows
-    remote: Rows
-    attentive_until: float
-
-    @property
-    def attentive(self) -> bool:
-        """Whether a read may be posted unannounced."""
-        return time.monotonic() < self.attentive_until
-
-    def heard(self, asked: float) -> None:
-        """It has answered something that renews its attention, and that was sent at ``asked``; half of it is ours."""
-        self.attentive_until = max(self.attentive_until, asked + min(self.facts.attention, MAX_ATTENTION) / 2)
-
-
-@dataclass
-class _Met:
-    """A NIXL peer, shared by the links that use it."""
-
-    peer: Peer
-    users: int = 1
-    broken: bool = False
-    gone: asyncio.Event = field(default_factory=asyncio.Event)
-
-
-class Link:
-    """A reader's prepared way to one engine.
-
-    Held by the table of links and by every transfer that uses it; what it prepared is given back when the last one
-    lets go, so never under a posted read.
-    """
-
-    def __init__(
-        self,
-        owner: Links,
-        target: Target,
-        options: PairingOptions,
-        plan: Plan,
-        sources: tuple[LinkSource, ...],
-        incarnations: Mapping[int, str],
-    ) -> None:
-        self._owner = owner
-        self.target: Final = target
-        self.options: Final = options
-        self.plan: Final = plan
-        self.sources: Final = sources
-        self.incarnations: Final = incarnations
-        self.lost: Final[asyncio.Future[KvxferError]] = asyncio.get_running_loop().create_future()
-        self._users = 1
-        self._watchers = [asyncio.ensure_future(self._watch(s)) for s in sources]
-
-    @property
-    def alive(self) -> bool:
-        """Whether reads may still be tried."""
-        return not self.lost.done()
-
-    def serves(self, target: Target, options: PairingOptions | None) -> bool:
-        """Whether this link is what a handshake with ``target`` would give."""
-        return (
-            self.alive
-            and (options is None or options == self.options)
-            and {(r.rank, r.address) for r in target.ranks} == {(r.rank, r.address) for r in self.target.ranks}
-            and all(r.incarnation in ("", self.incarnations[r.rank.number]) for r in target.ranks)
-        )
-
-    def lose(self, error: KvxferError) -> None:
-        """A source is gone: nothing new is read over this link, and reads under way fail."""
-        if not self.lost.done():
-            log.warning("peer lost", engine=self.target.engine_id, reason=error.reason.value, detail=error.message)
-            self.lost.set_result(error)
-            self._owner.drop(self)
-
-    def hold(self) -> None:
-        """One more user."""
-        self._users += 1
-
-    def let_go(self) -> None:
-        """One user less; the last one gives everything back."""
-        self._users -= 1
-        if self._users == 0:
-            for watcher in self._watchers:
-                watcher.cancel()
-            self._owner.in_background(self._owner.give_back(self.sources, broken=not self.alive))
-
-    async def _watch(self, source: LinkSource) -> None:
-        """Tell the source now and then that its reader is alive; notice when it is not."""
-        lost = asyncio.ensure_future(source.client.wait_lost())
-        try:
-            while True:
-                await asyncio.wait([lost], timeout=_beat_interval(source))
-                if lost.done():
-                    self.lose(_lost(source, "its connection broke"))
-                    return
-                await self._owner.beat(source)
-        except KvxferError as error:
-            self.lose(_lost(source, str(error)))
-        except Exception as error:  # a link that nobody watches would never be lost
-            log.exception("watching a peer failed", peer=source.client.address)
-            self.lose(_lost(source, repr(error)))
-        finally:
-            lost.cancel()
-
-
-def _beat_interval(source: LinkSource) -> float:
-    """Seconds between two signs of life: three in the time after which the peer forgets its reader."""
-    low, high = IDLE_BOUNDS
-    return min(max(source.facts.idle_timeout, low), high) / 3
-
-
-def _lost(source: LinkSource, why: str) -> KvxferError:
-    facts = source.facts
-    return KvxferError(
-        Reason.PEER_LOST,
-        f"rank {facts.rank} of engine {facts.engine_id} at {source.client.address} is lost: {why}",
-        engine_id=facts.engine_id,
-        rank=facts.rank,
-        address=source.client.address,
-        incarnation=facts.incarnation,
-    )
 
 
 class Links:
@@ -210,9 +49,8 @@ class Links:
         self._connect = connect
         self._settings = settings
         self._links: dict[str, Link] = {}
+        self._open: set[Link] = set()
         self._attempts: dict[str, tuple[object, asyncio.Task[Link]]] = {}
-        self._met: dict[str, _Met] = {}
-        self._meeting: dict[str, asyncio.Lock] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
 
     def __iter__(self) -> Any:
@@ -280,33 +118,32 @@ class Links:
 
     async def _attempt(self, target: Target, options: PairingOptions, timeout: float) -> Link:
         """One handshake: exchange with all ranks at once, compile, prepare."""
-        clients: list[PeerClient] = []
-        used: set[int] = set()
-        try:
-            clients.extend(self._connect(r.address) for r in target.ranks)
+        async with contextlib.AsyncExitStack() as undo:
+            clients = []
+            for rank in target.ranks:
+                clients.append(self._connect(rank.address))
+                undo.push_async_callback(clients[-1].close)
             asked = time.monotonic()
             answers = await self._exchange_all(target, clients, timeout)
             mine = Member(self._registration.identity.rank, self._registration.layout)
             members = [Member(facts.rank, memory.layout) for facts, memory in answers]
             plan = await asyncio.to_thread(compile_plan, mine, members, options)
-            by_rank = {facts.rank.number: i for i, (facts, _) in enumerate(answers)}
-            sources: list[LinkSource] = []
-            try:
-                for source in plan.sources:
-                    i = by_rank[source.rank.number]
-                    sources.append(await self._prepare(clients[i], *answers[i], source))
-                    sources[-1].heard(asked)
-                    used.add(i)
-            except BaseException:
-                used.clear()
-                await self.give_back(sources, broken=False)
-                raise
-        finally:
-            await asyncio.gather(*(c.close() for i, c in enumerate(clients) if i not in used))
-        incarnations = {facts.rank.number: facts.incarnation for facts, _ in answers}
-        link = Link(self, target, options, plan, tuple(sources), incarnations)
+            ranks = []
+            for client, (facts, memory) in zip(clients, answers, strict=True):
+                groups = tuple(group.name for group in memory.layout.groups)
+                ranks.append(RemoteRank(client, replace(facts, memory=None), groups))
+                ranks[-1].heard(asked)
+            by_number = {r.facts.rank.number: (r, memory) for r, (_, memory) in zip(ranks, answers, strict=True)}
+            engine = self._registration.new_reader()
+            undo.push_async_callback(engine.close, 0.0)
+            await engine.start()
+            await engine.register(self._registration.spans)
+            sources = [await self._prepare(engine, *by_number[s.rank.number], s) for s in plan.sources]
+            undo.pop_all()  # nothing can fail from here on: all of it is the link's
+        link = Link(self, engine, target, options, plan, tuple(ranks), tuple(sources))
         former = self._links.get(target.engine_id)
         self._links[target.engine_id] = link
+        self._open.add(link)
         if former is not None:
             former.let_go()
         log.info("handshake done", engine=target.engine_id, sources=[str(s.facts.rank) for s in sources])
@@ -381,85 +218,47 @@ class Links:
         return Reader(identity.engine_id, identity.rank, self._registration.incarnation)
 
     async def _prepare(
-        self, client: PeerClient, facts: ExchangeAnswer, memory: PeerMemory, plan: SourcePlan
+        self, engine: TransferEngine, rank: RemoteRank, memory: PeerMemory, plan: SourcePlan
     ) -> LinkSource:
-        engine, mine = self._registration.engine, self._registration.spans
+        """Meet a source's agent and hand over both lists; what fails is undone by closing the engine."""
+        mine = self._registration.spans
         theirs = tuple(Span(s.address, s.size, s.memory, s.device) for s in memory.spans)
-        met = await self._meet(memory, theirs)
-        try:
-            here = plan.local.bind([s.address for s in mine], [s.device for s in mine])
-            there = plan.remote.bind([s.address for s in theirs], [s.device for s in theirs])
-            local = await engine.prepare_local(here, _kind(self._registration.layout, plan.local.region), met.peer)
-            try:
-                remote = await engine.prepare_remote(there, _kind(memory.layout, plan.remote.region), met.peer)
-            except BaseException:
-                await engine.release_rows(local)
-                raise
-        except BaseException:
-            await self._leave(met, broken=False)
-            raise
-        return LinkSource(client, facts, plan, met.peer, local, remote, attentive_until=0.0)
+        peer = await engine.add_peer(memory.agent_metadata, memory.agent_name, spans=theirs)
+        here = plan.local.bind([s.address for s in mine], [s.device for s in mine])
+        there = plan.remote.bind([s.address for s in theirs], [s.device for s in theirs])
+        local = await engine.prepare_local(here, _kind(self._registration.layout, plan.local.region), peer)
+        remote = await engine.prepare_remote(there, _kind(memory.layout, plan.remote.region), peer)
+        return LinkSource(rank, plan, peer, local, remote)
 
-    async def _meet(self, memory: PeerMemory, spans: tuple[Span, ...]) -> _Met:
-        """The NIXL peer behind an answer, one more time."""
-        name = memory.agent_name
-        while (met := self._met.get(name)) is not None and met.broken:
-            await met.gone.wait()
-        async with self._meeting.setdefault(name, asyncio.Lock()):
-            met = self._met.get(name)
-            if met is None:
-                peer = await self._registration.engine.add_peer(memory.agent_metadata, name, spans=spans)
-                met = self._met[name] = _Met(peer)
-            else:
-                met.users += 1
-            return met
-
-    async def _leave(self, met: _Met, *, broken: bool) -> None:
-        met.users -= 1
-        met.broken = met.broken or broken
-        if met.users:
-            return
-        met.broken = True  # nobody may join while it is being removed
+    async def give_back(self, link: Link) -> None:
+        """Destroy a link's transfer engine and drop its connections, with a goodbye where nobody else needs them."""
         try:
-            await self._registration.engine.remove_peer(met.peer)
-        except KvxferError as error:
-            log.warning("peer not removed", peer=met.peer.name, error=str(error))
+            if link.alive and link.target.engine_id not in self._links and link.target.engine_id not in self._attempts:
+                await asyncio.gather(*(self._goodbye(rank) for rank in link.ranks))
+            await link.engine.close(0.0)
         finally:
-            if self._met.get(met.peer.name) is met:
-                del self._met[met.peer.name]
-            self._meeting.pop(met.peer.name, None)
-            met.gone.set()
+            self._open.discard(link)
+            await asyncio.gather(*(rank.client.close() for rank in link.ranks))
 
-    async def give_back(self, sources: Sequence[LinkSource], *, broken: bool) -> None:
-        """Release descriptor lists, peers and connections; whatever fails, the rest is given back."""
-        for source in sources:
-            met = self._met[source.peer.name]
-            try:
-                for rows in (source.local, source.remote):
-                    await self._registration.engine.release_rows(rows)
-                if met.users == 1 and not broken:
-                    target, rank = self._as_target(source)
-                    query = replace(self._query(target, rank, known=""), goodbye=True)
-                    await source.client.goodbye(query, COURTESY_TIMEOUT)
-            except KvxferError as error:  # the engine is closing, or the peer is gone: neither needs us any more
-                log.debug("not given back", peer=source.client.address, error=str(error))
-            finally:
-                await self._leave(met, broken=broken)
-                await source.client.close()
+    async def _goodbye(self, rank: RemoteRank) -> None:
+        target, asked = self._as_target(rank)
+        try:
+            await rank.client.goodbye(replace(self._query(target, asked, known=""), goodbye=True), COURTESY_TIMEOUT)
+        except KvxferError as error:  # it is gone, and needs us no more
+            log.debug("goodbye not heard", peer=rank.client.address, error=str(error))
 
-    async def beat(self, source: LinkSource) -> None:
+    async def beat(self, rank: RemoteRank) -> None:
         """Tell a source that its reader is alive.
 
         :raises KvxferError: where it is not the same any more, or does not answer.
         """
-        target, rank = self._as_target(source)
-        query = self._query(target, rank, known=rank.incarnation)
-        await source.client.exchange(query, _beat_interval(source))
+        target, asked = self._as_target(rank)
+        await rank.client.exchange(self._query(target, asked, known=asked.incarnation), rank.beat_interval)
 
     @staticmethod
-    def _as_target(source: LinkSource) -> tuple[Target, TicketRank]:
-        rank = TicketRank(source.facts.rank, source.facts.incarnation, source.client.address)
-        return Target(source.facts.engine_id, (rank,)), rank
+    def _as_target(rank: RemoteRank) -> tuple[Target, TicketRank]:
+        asked = TicketRank(rank.facts.rank, rank.facts.incarnation, rank.client.address)
+        return Target(rank.facts.engine_id, (asked,)), asked
 
     def drop(self, link: Link) -> None:
         """Forget a link; its users keep it until they are done."""
@@ -477,6 +276,12 @@ class Links:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("giving back a link failed", exc_info=error)
+
+    async def stop(self) -> None:
+        """Take nothing new, and stop every read that is posted."""
+        for _, task in list(self._attempts.values()):
+            task.cancel()
+        await asyncio.gather(*(link.engine.close(0.0) for link in tuple(self._open)))
 
     async def close(self) -> None:
         """Give up attempts and give back every link.  Transfers must have ended."""

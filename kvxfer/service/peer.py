@@ -11,7 +11,7 @@ from kvxfer.core.layout import Rank
 from kvxfer.pb import peer_pb2 as pb
 from kvxfer.pb import peer_pb2_grpc
 from kvxfer.service.links import PROTOCOL_VERSIONS
-from kvxfer.service.readers import ATTENTION, IDLE_TIMEOUT, OPEN_LIMIT
+from kvxfer.service.readers import ATTENTION, IDLE_TIMEOUT
 from kvxfer.service.registrations import Registration, Registrations
 from kvxfer.wire.fields import duration
 from kvxfer.wire.peer import (
@@ -23,7 +23,9 @@ from kvxfer.wire.peer import (
     answer_to_pb,
     close_from_pb,
     exchange_from_pb,
+    granted_to_pb,
     open_from_pb,
+    renew_from_pb,
 )
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
@@ -87,13 +89,24 @@ class PeerService(peer_pb2_grpc.KvPeerServicer):
         """A read is under way."""
         record = open_from_pb(request)
         registration = self._of_read(record.ref)
+        # Whether or not it is granted, its READ may be under way, and does not end unless this side polls.
         registration.readers.open(record.ref.reader, record.ref.transfer_id, context.peer())
-        return pb.OpenReadResponse(granted=duration(min(record.wanted or OPEN_LIMIT, OPEN_LIMIT)))
+        return granted_to_pb(await registration.leases.open(record))
+
+    async def RenewRead(self, request: pb.RenewReadRequest, context: Context) -> pb.RenewReadResponse:
+        """A read goes on."""
+        ref, wanted = renew_from_pb(request)
+        registration = self._of_read(ref, closing=True)
+        granted = registration.leases.renew_read(ref, wanted)
+        registration.readers.open(ref.reader, ref.transfer_id, context.peer())
+        return pb.RenewReadResponse(granted=duration(granted))
 
     async def CloseRead(self, request: pb.CloseReadRequest, context: Context) -> pb.CloseReadResponse:
         """A read is over."""
-        ref = close_from_pb(request).ref
-        self._of_read(ref, closing=True).readers.close_read(ref.reader, ref.transfer_id)
+        record = close_from_pb(request)
+        registration = self._of_read(record.ref, closing=True)
+        registration.readers.close_read(record.ref.reader, record.ref.transfer_id)
+        registration.leases.close_read(record)
         return pb.CloseReadResponse()
 
     def _find(self, engine_id: str, rank: Rank, *, closing: bool = False) -> Registration:

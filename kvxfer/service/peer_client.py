@@ -16,11 +16,16 @@ from kvxfer.wire.peer import (
     CloseRead,
     ExchangeAnswer,
     ExchangeQuery,
+    Granted,
     OpenRead,
+    ReadRef,
     answer_from_pb,
     close_to_pb,
     exchange_to_pb,
+    granted_from_pb,
     open_to_pb,
+    renew_to_pb,
+    renewed_from_pb,
 )
 from kvxfer.wire.status import from_rpc_error
 
@@ -46,7 +51,7 @@ def channel_options(message_limit: int) -> list[tuple[str, int]]:
 
 
 class GrpcPeerClient:
-    """See :class:`kvxfer.service.links.PeerClient`."""
+    """See :class:`kvxfer.service.link.PeerClient`."""
 
     def __init__(self, address: str, message_limit: int) -> None:
         self._address = address
@@ -77,7 +82,7 @@ class GrpcPeerClient:
             raise KvxferError(known.reason, known.message, **dict(known.metadata)) from error
 
     async def exchange(self, query: ExchangeQuery, timeout: float) -> ExchangeAnswer:
-        """See :meth:`kvxfer.service.links.PeerClient.exchange`."""
+        """See :meth:`kvxfer.service.link.PeerClient.exchange`."""
         call = self._stub.Exchange(exchange_to_pb(query), timeout=timeout)
         answer = await self._ask(call, f"rank {query.rank} of engine {query.engine_id} did not answer")
         # Checking a large layout takes a while, and it is a stranger's.
@@ -89,22 +94,27 @@ class GrpcPeerClient:
             ) from error
 
     async def goodbye(self, query: ExchangeQuery, timeout: float) -> None:
-        """See :meth:`kvxfer.service.links.PeerClient.goodbye`."""
+        """See :meth:`kvxfer.service.link.PeerClient.goodbye`."""
         await self._ask(self._stub.Exchange(exchange_to_pb(query), timeout=timeout), "goodbye was not heard")
 
-    async def open_read(self, record: OpenRead, timeout: float) -> float:
-        """See :meth:`kvxfer.service.links.PeerClient.open_read`."""
+    async def open_read(self, record: OpenRead, timeout: float) -> Granted:
+        """See :meth:`kvxfer.service.link.PeerClient.open_read`."""
         call = self._stub.OpenRead(open_to_pb(record), timeout=timeout)
         ref = record.ref
         answer = await self._ask(call, f"rank {ref.rank} of engine {ref.engine_id} did not confirm the read")
-        return answer.granted.seconds + answer.granted.nanos / 1e9
+        return granted_from_pb(answer)
+
+    async def renew_read(self, ref: ReadRef, wanted: float, timeout: float) -> float:
+        """See :meth:`kvxfer.service.link.PeerClient.renew_read`."""
+        call = self._stub.RenewRead(renew_to_pb(ref, wanted), timeout=timeout)
+        return renewed_from_pb(await self._ask(call, "a read was not renewed"))
 
     async def close_read(self, record: CloseRead, timeout: float) -> None:
-        """See :meth:`kvxfer.service.links.PeerClient.close_read`."""
+        """See :meth:`kvxfer.service.link.PeerClient.close_read`."""
         await self._ask(self._stub.CloseRead(close_to_pb(record), timeout=timeout), "the end of a read was not heard")
 
     async def wait_lost(self) -> None:
-        """See :meth:`kvxfer.service.links.PeerClient.wait_lost`."""
+        """See :meth:`kvxfer.service.link.PeerClient.wait_lost`."""
         state = self._channel.get_state()
         while state is not grpc.ChannelConnectivity.READY:
             await self._channel.wait_for_state_change(state)
@@ -112,5 +122,5 @@ class GrpcPeerClient:
         await self._channel.wait_for_state_change(grpc.ChannelConnectivity.READY)
 
     async def close(self) -> None:
-        """See :meth:`kvxfer.service.links.PeerClient.close`."""
+        """See :meth:`kvxfer.service.link.PeerClient.close`."""
         await self._channel.close()

@@ -9,8 +9,6 @@ what readers say into that demand.
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import time
 from dataclasses import dataclass, field
 from typing import Final
@@ -59,9 +57,7 @@ class Readers:
 
     def __init__(self) -> None:
         self.engine: TransferEngine | None = None
-        self.notices = 0
         self._known: dict[Reader, _Reader] = {}
-        self._ended = asyncio.Event()
 
     def _engine(self) -> TransferEngine:
         if self.engine is None:
@@ -97,14 +93,17 @@ class Readers:
             reader.attentive = self._engine().connected()
 
     def open(self, key: Reader, transfer_id: str, address: str) -> None:
-        """A read is under way: poll without pause until it is closed.
+        """A read is under way, or goes on: poll without pause until it is closed.
 
         :raises KvxferError: LIMIT_EXCEEDED where the reader has :data:`MAX_READS` under way already; as :meth:`meet`.
         """
         self.meet(key, address, connecting=False)
         reader = self._known[key]
         self._attend(reader, reader.heard)
-        if transfer_id not in reader.reads:
+        until = time.monotonic() + OPEN_LIMIT
+        if transfer_id in reader.reads:
+            reader.reads[transfer_id] = (reader.reads[transfer_id][0], until)
+        else:
             if len(reader.reads) >= MAX_READS:
                 raise KvxferError(
                     Reason.LIMIT_EXCEEDED,
@@ -112,7 +111,7 @@ class Readers:
                     limit_name="max_reads",
                     limit=MAX_READS,
                 )
-            reader.reads[transfer_id] = (self._engine().serving(), time.monotonic() + OPEN_LIMIT)
+            reader.reads[transfer_id] = (self._engine().serving(), until)
 
     def close_read(self, key: Reader, transfer_id: str) -> None:
         """A read is over; one that is not known is none of our business."""
@@ -121,7 +120,6 @@ class Readers:
             reader.heard = time.monotonic()
             self._attend(reader, reader.heard)
             read[0].close()
-            self._ended.set()
 
     def leave(self, key: Reader) -> None:
         """A reader said goodbye, or is not heard of any more."""
@@ -150,10 +148,6 @@ class Readers:
             if now - reader.heard >= IDLE_TIMEOUT:
                 self.leave(key)
 
-    def on_notification(self, agent: str, payload: bytes) -> None:
-        """NIXL says that a read has completed.  Counted; leases will be released on it."""
-        self.notices += 1
-
     def status(self) -> list[ReaderStatus]:
         """Everyone who is connected."""
         now = time.monotonic()
@@ -163,17 +157,6 @@ class Readers:
     def open_reads(self) -> int:
         """Reads under way."""
         return sum(len(r.reads) for r in self._known.values())
-
-    async def quiet(self, timeout: float) -> bool:
-        """Wait until no read is under way; ``False`` where some still are after ``timeout`` seconds."""
-        deadline = time.monotonic() + timeout
-        while self.open_reads and (left := deadline - time.monotonic()) > 0:
-            self._ended.clear()
-            # Reads also end by falling silent, which only tick notices.
-            with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._ended.wait(), min(left, 1.0))
-            self.tick(time.monotonic())
-        return not self.open_reads
 
     def close(self) -> None:
         """Forget everyone."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import secrets
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
@@ -22,20 +23,22 @@ from kvxfer.core.layout import CacheLayout
 from kvxfer.memory.api import MappedRegion, MemoryPolicy, open_region
 from kvxfer.memory.handles import Handle, Mappable, Owned
 from kvxfer.memory.mapping import MemoryIdentity
-from kvxfer.service.holds import Holds
+from kvxfer.service.leases import Leases
 from kvxfer.service.links import Links, PeerConnector
 from kvxfer.service.readers import Readers
 from kvxfer.service.settings import ServiceSettings
 from kvxfer.service.transfers import Transfers
 from kvxfer.wire.fields import at
 from kvxfer.wire.handles import handle_path
+from kvxfer.wire.peer import notice_from_bytes
 from kvxfer.wire.requests import RegisterCache
-from kvxfer.xfer.api import Span, TransferEngine
+from kvxfer.xfer.api import NotificationHandler, Span, TransferEngine
 
 log = structlog.get_logger()
 
-#: Builds a transfer engine: (agent name, what to call with each notification).
-EngineFactory = Callable[[str, Callable[[str, bytes], None]], TransferEngine]
+#: Builds a transfer engine: (agent name, what to call with each notification).  One that is to be read from is told
+#: what to call; one that is given None only reads.
+EngineFactory = Callable[[str, NotificationHandler | None], TransferEngine]
 
 
 class Registration:
@@ -49,6 +52,8 @@ class Registration:
         engine: TransferEngine,
         metadata: bytes,
         readers: Readers,
+        leases: Leases,
+        make_engine: EngineFactory,
         connect: PeerConnector,
         settings: ServiceSettings,
     ) -> None:
@@ -60,11 +65,20 @@ class Registration:
         self.spans: Final = spans_of(record.layout, regions)
         self.exported: Final[tuple[Mappable | None, ...]] = tuple(r.export() for r in regions)
         self.readers: Final = readers
-        self.holds: Final = Holds(record.layout, settings)
+        self.leases: Final = leases
         self.links: Final = Links(self, connect, settings)
         self.transfers: Final = Transfers(self, settings)
         self._regions = tuple(regions)
+        self._make_engine = make_engine
+        self._made = itertools.count(1)
         self.closing = False
+
+    def new_reader(self) -> TransferEngine:
+        """A transfer engine to read with, not started yet: one for each remote engine.
+
+        Destroying an agent is the only thing that stops a posted read, and it stops all of the agent's.
+        """
+        return self._make_engine(f"{self.engine.name}/{next(self._made)}", None)
 
     @property
     def identities(self) -> tuple[MemoryIdentity, ...]:
@@ -76,14 +90,15 @@ class Registration:
         """Bytes of all regions."""
         return sum(r.size for r in self.layout.regions)
 
-    async def drain(self, timeout: float) -> bool:
+    async def drain(self, timeout: float, granted: float = 0.0) -> bool:
         """Refuse new work, cancel transfers, and wait until nothing reads or writes the memory any more.
 
+        :param granted: wait so long at least for reads that were granted to others.
         :returns: whether that was so within ``timeout`` seconds.
         """
         self.closing = True
-        quiet, ended = await asyncio.gather(self.readers.quiet(timeout), self.transfers.drain(timeout))
-        return quiet and ended
+        over = await asyncio.gather(self.leases.drain(max(timeout, granted)), self.transfers.drain(timeout))
+        return all(over)
 
     async def close(self, *, keep_memory: bool = False) -> None:
         """Undo the registration: destroy the agent, unmap.  Idempotent; :meth:`drain` comes first.
@@ -92,9 +107,10 @@ class Registration:
         destroying the agent is what ends its readability.
         """
         self.closing = True
+        await self.links.stop()
         await self.transfers.close()
         await self.links.close()
-        self.holds.close()
+        self.leases.close()
         self.readers.close()
         await self.engine.close()
         await asyncio.to_thread(_close_all, self._regions, keep_memory)
@@ -201,8 +217,9 @@ class Registrations:
                 self._opening -= existing is None
             if existing is not None:
                 # Nothing is read into the new registration while the old one may still be written: its blocks are the
-                # same memory.  What has not drained in time ends with its agent.
-                await existing.drain(self._settings.drain_timeout)
+                # same memory.  Posted reads that have not drained in time end with their agents; reads that were
+                # granted to others are waited for as long as they were granted, or their bytes would count.
+                await existing.drain(self._settings.drain_timeout, self._settings.read_grant)
                 await existing.close()
             self._by_engine[engine_id] = fresh
             self.on_change()
@@ -272,9 +289,19 @@ class Registrations:
                     path = at(f"memory[{i}]", handle_path(handle, error.field)).rstrip(".")
                     raise KvxferError(error.reason, error.message, field=path, **dict(error.metadata)) from error
             self._check_apart(regions, replaced)
-            readers = Readers()
+            readers, leases = Readers(), Leases(record.layout, self._settings)
+
+            def on_notification(agent: str, payload: bytes) -> None:
+                try:
+                    notice = notice_from_bytes(payload)
+                except KvxferError as error:  # anybody may send one
+                    log.debug("a notification that is none", agent=agent, error=str(error))
+                    return
+                if (notice.engine_id, notice.incarnation) == (record.engine_id, incarnation):
+                    leases.finished(notice)
+
             name = f"{record.engine_id[:128]}/{record.rank}/{incarnation}"
-            engine = self._make_engine(name, readers.on_notification)
+            engine = self._make_engine(name, on_notification)
             await engine.start()
             await engine.register(spans_of(record.layout, regions))
             metadata = await engine.metadata()
@@ -292,7 +319,18 @@ class Registrations:
             regions=len(regions),
             bytes=sum(r.size for r in record.layout.regions),
         )
-        return Registration(record, incarnation, regions, engine, metadata, readers, self._connector, self._settings)
+        return Registration(
+            record,
+            incarnation,
+            regions,
+            engine,
+            metadata,
+            readers,
+            leases,
+            self._make_engine,
+            self._connector,
+            self._settings,
+        )
 
     async def unregister(self, engine_id: str, incarnation: str = "", drain: float | None = None) -> None:
         """Undo a registration, after draining.
@@ -319,7 +357,7 @@ class Registrations:
                     f"engine {engine_id} has not drained within {seconds:g} s; it takes no new work",
                     field="drain_timeout",
                     engine_id=engine_id,
-                    reads_open=registration.readers.open_reads,
+                    reads_open=registration.leases.open_reads,
                 )
             await registration.close()
             del self._by_engine[engine_id]

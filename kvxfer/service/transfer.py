@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Final
 
 from kvxfer.core import transfers as life
 from kvxfer.core.errors import KvxferError
 from kvxfer.core.layout import Rank
+from kvxfer.core.resolve import BlockList
 from kvxfer.core.transfers import State
-from kvxfer.service.links import Link, LinkSource
+from kvxfer.service.link import Link, LinkSource
+from kvxfer.wire.blocks import block_digest
 from kvxfer.wire.requests import TransferSpec
 from kvxfer.xfer.api import Read as XferRead
 from kvxfer.xfer.api import ReadResult
-
-#: Changes that a watcher may be behind before it is dropped.
-WATCH_BACKLOG: Final = 10_000
 
 
 @dataclass
@@ -35,19 +34,29 @@ class Timings:
 
 
 @dataclass
+class Live:
+    """What a part reads with, until the transfer has ended.
+
+    :param again: makes the same read once more.
+    """
+
+    source: LinkSource
+    read: XferRead
+    again: Callable[[], Awaitable[XferRead]]
+
+
+@dataclass
 class Part:
     """What one source contributes.
 
-    :param source: ``None`` once the transfer has ended.
-    :param read: ``None`` where nothing is read from it, and once the transfer has ended.
+    :param live: ``None`` where nothing is read from it, and once the transfer has ended.
     """
 
     rank: Rank
     incarnation: str
     descriptors: int
     bytes_by_group: Mapping[str, int]
-    source: LinkSource | None
-    read: XferRead | None
+    live: Live | None
     result: ReadResult | None = None
 
     @property
@@ -78,6 +87,9 @@ class Transfer:
         #: Of the ticket; a secret.  Needed until every source has been told of the end.
         self.lease_token = spec.ticket.lease_token
         self.promised_tokens: Final = spec.ticket.num_tokens
+        #: What the ticket says of the other side's blocks.
+        self.promised: Sequence[BlockList] = spec.ticket.blocks
+        self._digests: dict[str, bytes] = {}
         self.state = State.PREPARED
         self.error: KvxferError | None = None
         self.timings = Timings()
@@ -90,6 +102,17 @@ class Transfer:
         self.stop: Final[asyncio.Future[KvxferError]] = asyncio.get_running_loop().create_future()
 
     @property
+    def live(self) -> list[Live]:
+        """What is being read with."""
+        return [p.live for p in self.parts if p.live is not None]
+
+    def digest_of(self, blocks: BlockList) -> bytes:
+        """Over the blocks of one group of the other side; computed once for all its ranks."""
+        if blocks.group not in self._digests:
+            self._digests[blocks.group] = block_digest(blocks)
+        return self._digests[blocks.group]
+
+    @property
     def quiesced(self) -> bool:
         """Nothing writes the local blocks."""
         return self.state in life.QUIESCENT
@@ -98,9 +121,10 @@ class Transfer:
         """Keep only what can still be asked for: thousands of ended transfers are remembered."""
         self.link = None
         self.claims = []
+        self.promised = ()
         self.disarm = lambda: None
         for part in self.parts:
-            part.source = part.read = None
+            part.live = None
 
 
 @dataclass
@@ -112,11 +136,3 @@ class Totals:
     cancelled: int = 0
     bytes_read: int = 0
     bytes_in_flight: int = 0
-
-
-@dataclass(eq=False)
-class Watcher:
-    """One WatchTransfers stream: transfers in the order of their changes, ``None`` at the end."""
-
-    queue: asyncio.Queue[Transfer | None] = field(default_factory=lambda: asyncio.Queue(WATCH_BACKLOG))
-    overrun: bool = False

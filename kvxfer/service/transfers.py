@@ -12,7 +12,7 @@ import itertools
 import secrets
 import time
 from collections import deque
-from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -20,11 +20,13 @@ import structlog
 
 from kvxfer.core import transfers as life
 from kvxfer.core.errors import KvxferError, Reason
-from kvxfer.core.resolve import Request, resolve
+from kvxfer.core.resolve import Request, SourceRead, resolve
 from kvxfer.core.transfers import Event, State
-from kvxfer.service.links import Link, LinkSource
+from kvxfer.service.link import Link, LinkSource, RemoteRank
+from kvxfer.service.reading import clock, leave, read_source
 from kvxfer.service.settings import ServiceSettings
-from kvxfer.service.transfer import Part, Totals, Transfer, Watcher
+from kvxfer.service.transfer import Live, Part, Totals, Transfer
+from kvxfer.service.watch import Watchers
 from kvxfer.wire.peer import CloseRead, OpenRead, Outcome, ReadNotice, ReadRef, notice_to_bytes
 from kvxfer.wire.requests import TransferSpec
 from kvxfer.xfer.api import Read as XferRead
@@ -56,10 +58,10 @@ class Transfers:
         self._preparing: dict[str, tuple[bytes, asyncio.Future[Transfer]]] = {}
         self._claims: dict[int, str] = {}
         self._ended: deque[str] = deque()
-        self._watchers: set[Watcher] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._numbers = itertools.count(1)
         self._closing = False
+        self.watchers: Final[Watchers[Transfer]] = Watchers()
         self.totals: Final = Totals()
 
     # -- looking ---------------------------------------------------------------------------------------------------
@@ -86,16 +88,6 @@ class Transfers:
     def current(self) -> list[Transfer]:
         """Everything that is remembered, oldest first."""
         return list(self._known.values())
-
-    def watch(self) -> Watcher:
-        """Follow every change from now on; give it back with :meth:`unwatch`."""
-        watcher = Watcher()
-        self._watchers.add(watcher)
-        return watcher
-
-    def unwatch(self, watcher: Watcher) -> None:
-        """End a watch."""
-        self._watchers.discard(watcher)
 
     # -- preparing -------------------------------------------------------------------------------------------------
 
@@ -163,7 +155,7 @@ class Transfers:
             raise
         self._known[spec.transfer_id] = transfer
         self._arm(transfer, link)
-        self._tell(transfer)
+        self.watchers.tell(transfer)
         return transfer
 
     async def _make(self, spec: TransferSpec, link: Link, now: bool) -> Transfer:
@@ -174,32 +166,32 @@ class Transfers:
         small = ids * link.plan.most_per_block <= RESOLVE_INLINE
         read = resolve(*args) if small else await asyncio.to_thread(resolve, *args)
         resolved = time.perf_counter()
-        engine = self._registration.engine
         made: list[Part] = []
         try:
             for source, part in zip(link.sources, read.sources, strict=True):
-                xfer = None
+                live = None
                 if part.descriptors:
-                    xfer = await engine.make_read(
-                        source.local,
-                        part.local_indices,
-                        source.remote,
-                        part.remote_indices,
-                        self._notice(spec, source),
-                        now=now,
-                    )
-                made.append(
-                    Part(part.rank, source.facts.incarnation, part.descriptors, part.bytes_by_group, source, xfer)
-                )
+                    make = self._maker(link, source, part, self._notice(spec, source.rank))
+                    live = Live(source, await make(now=now), make)
+                made.append(Part(part.rank, source.facts.incarnation, part.descriptors, part.bytes_by_group, live))
         except BaseException:
             for state in made:
-                if state.read is not None:
-                    await engine.release(state.read)
+                if state.live is not None:
+                    await link.engine.release(state.live.read)
             raise
         transfer = Transfer(spec, link, made, read.claims.tolist(), next(self._numbers))
         transfer.timings.resolve = resolved - began
         transfer.timings.make = time.perf_counter() - resolved if now else None
         return transfer
+
+    @staticmethod
+    def _maker(link: Link, source: LinkSource, part: SourceRead, notice: bytes) -> Callable[..., Awaitable[XferRead]]:
+        async def make(*, now: bool = False) -> XferRead:
+            return await link.engine.make_read(
+                source.local, part.local_indices, source.remote, part.remote_indices, notice, now=now
+            )
+
+        return make
 
     def _arm(self, transfer: Transfer, link: Link) -> None:
         """A prepared transfer that nobody reads, or whose peer is lost, does not stay for ever."""
@@ -262,68 +254,76 @@ class Transfers:
         self._move(transfer, Event.POST)
         transfer.disarm()
         # Handed over before anything else is done: the copying goes on beside all that follows.
-        reads = {
-            self._submit(p.read): p
+        posted = clock()
+        reads = [
+            self._submit(link, p.live.read) if p.live is not None and p.live.source.rank.attentive else None
             for p in transfer.parts
-            if p.read is not None and p.source is not None and p.source.attentive
-        }
-        self._start(self._run(transfer, link, reads, timeout))
+        ]
+        self._start(self._run(transfer, link, reads, posted, timeout))
 
-    def _submit(self, read: XferRead) -> asyncio.Future[ReadResult]:
+    @staticmethod
+    def _submit(link: Link, read: XferRead) -> asyncio.Future[ReadResult]:
         try:
-            return self._registration.engine.submit(read)
+            return link.engine.submit(read)
         except KvxferError as error:
             refused: asyncio.Future[ReadResult] = asyncio.get_running_loop().create_future()
             refused.set_exception(error)
             return refused
 
     async def _run(
-        self, transfer: Transfer, link: Link, reads: dict[asyncio.Future[ReadResult], Part], timeout: float
+        self,
+        transfer: Transfer,
+        link: Link,
+        reads: Sequence[asyncio.Future[ReadResult] | None],
+        posted: float,
+        timeout: float,
     ) -> None:
         """From posting to the outcome.
 
-        :param reads: those that are posted already.
+        :param reads: for each part its read, where it is posted already.
         """
         began = time.perf_counter()
-        posted, opens = frozenset(id(p) for p in reads.values()), []
-        for part in transfer.parts:
-            if part.read is None or part.source is None:
-                continue
-            opening = asyncio.ensure_future(self._open_source(transfer, part.source, timeout))
-            opens.append(opening)
-            if id(part) not in posted:
-                reads[asyncio.ensure_future(self._read_once_open(opening, part.read))] = part
+        work = [
+            asyncio.ensure_future(self._read_part(transfer, link, part, part.live, first, posted, timeout))
+            for part, first in zip(transfer.parts, reads, strict=True)
+            if part.live is not None
+        ]
         try:
-            event, fault = await self._outcome(transfer, link, reads, opens, timeout)
+            event, fault = await self._outcome(transfer, link, work, timeout)
         except Exception as error:
             log.exception("a transfer failed in an unforeseen way", transfer=transfer.id)
             event, fault = Event.FAULT, _as_error(error)
-        waits: list[asyncio.Future[Any]] = [*reads, *opens]
-        for waiting in waits:
-            waiting.cancel()  # of a posted read this ends the waiting only
-            waiting.add_done_callback(_looked_at)
+        leave(*work)
         if fault is not None and fault.reason in LINK_BREAKERS:
             link.lose(fault)
         transfer.timings.total = time.perf_counter() - began
         self._decide(transfer, event, fault)
         await self._let_go(transfer, link, posted=True)
 
-    async def _read_once_open(self, opening: asyncio.Future[None], read: XferRead) -> ReadResult:
-        """Post a read from a source that may not be polling, once it has answered that it is."""
-        await asyncio.wait([opening])  # not awaited itself: its own failure is its own
-        opening.result()
-        return await self._submit(read)
-
-    async def _outcome(
+    async def _read_part(
         self,
         transfer: Transfer,
         link: Link,
-        reads: Mapping[asyncio.Future[ReadResult], Part],
-        opens: Sequence[asyncio.Future[None]],
+        part: Part,
+        live: Live,
+        first: asyncio.Future[ReadResult] | None,
+        posted: float,
         timeout: float,
+    ) -> None:
+        rank, began = live.source.rank, time.perf_counter()
+        digests = tuple((b.group, transfer.digest_of(b)) for b in transfer.promised if b.group in rank.groups)
+        record = OpenRead(self._ref(transfer, rank), transfer.promised_tokens, digests, timeout)
+
+        def opened() -> None:
+            transfer.timings.open = max(transfer.timings.open or 0.0, time.perf_counter() - began)
+
+        part.result = await read_source(link.engine, live, record, first, posted, timeout, opened)
+
+    async def _outcome(
+        self, transfer: Transfer, link: Link, parts: Sequence[asyncio.Future[None]], timeout: float
     ) -> tuple[Event, KvxferError | None]:
         """Wait until everything is done, or the first thing that settles it otherwise."""
-        work: set[asyncio.Future[Any]] = {*reads, *opens}
+        work: set[asyncio.Future[Any]] = set(parts)
         deadline = time.monotonic() + timeout
         while work:
             done, _ = await asyncio.wait(
@@ -331,13 +331,9 @@ class Transfers:
                 timeout=max(0.0, deadline - time.monotonic()),
                 return_when=asyncio.FIRST_COMPLETED,
             )
-            ours = done & work
-            work -= done
             # All are looked at, or asyncio would complain about those that were not.
-            failed = [error for d in ours if (error := d.exception()) is not None]
-            for ended in ours & reads.keys():
-                if ended.exception() is None:
-                    reads[ended].result = ended.result()
+            failed = [error for d in done & work if (error := d.exception()) is not None]
+            work -= done
             if failed:
                 return Event.FAULT, _worst([_as_error(error) for error in failed])
             if transfer.stop in done:
@@ -349,13 +345,6 @@ class Transfers:
                 return Event.FAULT, KvxferError(Reason.DEADLINE_EXCEEDED, why, timeout_s=timeout)
         return Event.COMPLETE, None
 
-    async def _open_source(self, transfer: Transfer, source: LinkSource, timeout: float) -> None:
-        asked = time.monotonic()
-        record = OpenRead(self._ref(transfer, source), transfer.promised_tokens, wanted=timeout)
-        await source.client.open_read(record, timeout)
-        source.heard(asked)
-        transfer.timings.open = max(transfer.timings.open or 0.0, time.monotonic() - asked)
-
     def _decide(self, transfer: Transfer, event: Event, error: KvxferError | None) -> None:
         """Give a transfer its outcome.  From here on nothing but :meth:`_let_go` touches it."""
         transfer.error = error
@@ -364,7 +353,7 @@ class Transfers:
             if results:
                 setattr(transfer.timings, name, max(getattr(r, attribute) for r in results))
         if transfer.timings.make is None:
-            transfer.timings.make = max((p.read.make_seconds for p in transfer.parts if p.read), default=None)
+            transfer.timings.make = max((live.read.make_seconds for live in transfer.live), default=None)
         self._move(transfer, event)
         if transfer.state is State.DONE:
             self._free(transfer)  # its caller may reuse the blocks at once
@@ -378,15 +367,15 @@ class Transfers:
 
     async def _let_go(self, transfer: Transfer, link: Link, *, posted: bool) -> None:
         """Wait until the library has let go of a decided transfer, and give everything back."""
-        reads = [(p.read, p.source) for p in transfer.parts if p.read is not None and p.source is not None]
-        for read, _ in reads:
+        for read in [live.read for live in transfer.live]:
             # A read whose posting was called off in time was never posted; nothing will ever write for it.
             if read.state is ReadState.POSTED or not read.is_quiesced:
-                await read.quiesced
+                await self._quiesce(transfer, link, read)
             try:
-                await self._registration.engine.release(read)
+                await link.engine.release(read)
             except KvxferError as error:  # the engine is closing, and takes its requests with it
                 log.debug("request not released", transfer=transfer.id, error=str(error))
+        sources = {id(live.source.rank) for live in transfer.live}
         held = transfer.state not in life.QUIESCENT
         self._move(transfer, Event.QUIESCED)
         if held:
@@ -396,29 +385,49 @@ class Transfers:
         transfer.ended = time.time()
         transfer.forget_details()
         transfer.finished.set()
-        self._tell(transfer)
+        self.watchers.tell(transfer)
         self._ended.append(transfer.id)
         while len(self._ended) > self._settings.kept_transfers:
             del self._known[self._ended.popleft()]
         if posted:
-            await self._close_sources(transfer, [source for _, source in reads])
+            await self._close_everywhere(transfer, link, sources)
         transfer.lease_token = b""
         link.let_go()
 
-    async def _close_sources(self, transfer: Transfer, sources: Sequence[LinkSource]) -> None:
-        """Tell every source that its read is over, with retries; a loss only costs it some polling."""
+    async def _quiesce(self, transfer: Transfer, link: Link, read: XferRead) -> None:
+        """Wait until the library has let go of a read; past the limit destroy what it is posted through."""
+        try:
+            await asyncio.wait_for(read.quiesced, self._settings.drain_limit)
+        except asyncio.TimeoutError:
+            limit = self._settings.drain_limit
+            why = f"a read from engine {transfer.remote_engine_id} was in flight {limit:g} s after it had failed"
+            log.warning("agent destroyed", transfer=transfer.id, engine=transfer.remote_engine_id, limit_s=limit)
+            await link.cut(KvxferError(Reason.PEER_LOST, f"{why}: its agent was destroyed", limit_s=limit))
+            await read.quiesced
+
+    async def _close_everywhere(self, transfer: Transfer, link: Link, sources: Collection[int]) -> None:
+        """Tell every rank of the ticket that this reader is done with it, with retries; a loss costs its lease's time.
+
+        Ranks of which nothing was read would hold their blocks until then, too.  One that failed may be read again.
+        """
         await asyncio.sleep(CLOSE_DELAY)
         outcome = Outcome[transfer.state.value]
-        await asyncio.gather(*(self._close_source(s, CloseRead(self._ref(transfer, s), outcome)) for s in sources))
+        again = transfer.state is State.FAILED
+        closes = []
+        for rank in link.ranks:
+            unread = outcome is Outcome.DONE and id(rank) not in sources
+            told = Outcome.NOT_NEEDED if unread else outcome
+            closes.append(self._close_at(rank, CloseRead(self._ref(transfer, rank), told, again)))
+        await asyncio.gather(*closes)
 
-    async def _close_source(self, source: LinkSource, record: CloseRead) -> None:
+    async def _close_at(self, rank: RemoteRank, record: CloseRead) -> None:
         for pause in (*CLOSE_BACKOFF, None):
             try:
-                await source.client.close_read(record, CLOSE_TIMEOUT)
+                await rank.client.close_read(record, CLOSE_TIMEOUT)
                 return
             except KvxferError as error:
                 if pause is None or not error.spec.retry:
-                    log.info("close not delivered", peer=source.client.address, error=str(error))
+                    log.info("close not delivered", peer=rank.client.address, error=str(error))
                     return
                 await asyncio.sleep(pause)
 
@@ -453,34 +462,30 @@ class Transfers:
             for task in late:
                 task.cancel()
             await asyncio.gather(*late, return_exceptions=True)
-        for watcher in self._watchers:
-            try:
-                watcher.queue.put_nowait(None)
-            except asyncio.QueueFull:  # it ends once it has caught up with what it has
-                watcher.overrun = True
+        self.watchers.close()
 
     # -- what sources are told ---------------------------------------------------------------------------------------
 
-    def _ref(self, of: Transfer, source: LinkSource) -> ReadRef:
-        return self._reference(of.request_id, of.lease_token, of.id, source)
+    def _ref(self, of: Transfer, rank: RemoteRank) -> ReadRef:
+        return self._reference(of.request_id, of.lease_token, of.id, rank)
 
-    def _notice(self, spec: TransferSpec, source: LinkSource) -> bytes:
+    def _notice(self, spec: TransferSpec, rank: RemoteRank) -> bytes:
         """The payload of the read's NIXL notification."""
-        ref = self._reference(spec.ticket.request_id, spec.ticket.lease_token, spec.transfer_id, source)
+        ref = self._reference(spec.ticket.request_id, spec.ticket.lease_token, spec.transfer_id, rank)
         return notice_to_bytes(
             ReadNotice(ref.engine_id, ref.incarnation, ref.request_id, ref.lease_token, ref.reader, ref.transfer_id)
         )
 
-    def _reference(self, request_id: str, token: bytes, transfer_id: str, source: LinkSource) -> ReadRef:
-        rank = self._registration.identity.rank
+    def _reference(self, request_id: str, token: bytes, transfer_id: str, rank: RemoteRank) -> ReadRef:
+        mine = self._registration.identity.rank
         return ReadRef(
-            engine_id=source.facts.engine_id,
-            rank=source.facts.rank,
-            incarnation=source.facts.incarnation,
+            engine_id=rank.facts.engine_id,
+            rank=rank.facts.rank,
+            incarnation=rank.facts.incarnation,
             request_id=request_id,
             lease_token=token,
             reader=self._registration.links.reader,
-            readers=rank.tp_size * rank.pp_size,
+            readers=mine.tp_size * mine.pp_size,
             transfer_id=transfer_id,
         )
 
@@ -496,15 +501,7 @@ class Transfers:
         self.totals.failed += transfer.state is State.FAILED
         self.totals.cancelled += transfer.state is State.CANCELLED
         if transfer.state not in life.FINAL_STATES:  # a final state is told once everything is given back
-            self._tell(transfer)
-
-    def _tell(self, transfer: Transfer) -> None:
-        for watcher in tuple(self._watchers):
-            try:
-                watcher.queue.put_nowait(transfer)
-            except asyncio.QueueFull:
-                watcher.overrun = True
-                self._watchers.discard(watcher)
+            self.watchers.tell(transfer)
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.ensure_future(work)
@@ -530,12 +527,6 @@ def _check_same(spec: TransferSpec, digest: bytes) -> None:
             field="transfer_id",
             transfer_id=spec.transfer_id,
         )
-
-
-def _looked_at(ended: asyncio.Future[Any]) -> None:
-    """Asyncio complains about failures that nobody has looked at."""
-    if not ended.cancelled():
-        ended.exception()
 
 
 def _worst(errors: list[KvxferError]) -> KvxferError:

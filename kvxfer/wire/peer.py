@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Final
 
+from google.protobuf.duration_pb2 import Duration
+
 from kvxfer.core.errors import KvxferError, Reason
 from kvxfer.core.layout import MAX_BYTES, MAX_GROUPS, CacheLayout, MemoryKind, Rank
 from kvxfer.pb import peer_pb2 as pb
@@ -144,6 +146,20 @@ class OpenRead:
 
 
 @dataclass(frozen=True, slots=True)
+class Granted:
+    """The answer to an OpenRead.
+
+    :param seconds: the blocks stay as they are for so long.
+    :param published: they had been published for so long, seconds.
+    :param settled: the READ's notification is taken for its end.
+    """
+
+    seconds: float
+    published: float
+    settled: bool
+
+
+@dataclass(frozen=True, slots=True)
 class CloseRead:
     """A READ has ended."""
 
@@ -209,13 +225,13 @@ def answer_from_pb(message: pb.ExchangeResponse) -> ExchangeAnswer:
     try:
         return _answer(message)
     except KvxferError as error:
-        values: dict[str, Any] = {**error.metadata, "cause": error.reason.value}
-        raise KvxferError(
-            Reason.PEER_METADATA_INVALID,
-            f"the peer's answer to Exchange is not sound: {error.message}",
-            field=error.field,
-            **values,
-        ) from None
+        raise _unsound(error, "Exchange") from None
+
+
+def _unsound(error: KvxferError, rpc: str) -> KvxferError:
+    values: dict[str, Any] = {**error.metadata, "cause": error.reason.value}
+    message = f"the peer's answer to {rpc} is not sound: {error.message}"
+    return KvxferError(Reason.PEER_METADATA_INVALID, message, field=error.field, **values)
 
 
 def answer_to_pb(answer: ExchangeAnswer) -> pb.ExchangeResponse:
@@ -324,6 +340,60 @@ def open_to_pb(record: OpenRead) -> pb.OpenReadRequest:
     )
 
 
+def granted_from_pb(message: pb.OpenReadResponse) -> Granted:
+    """Check a peer's grant.
+
+    :raises KvxferError: PEER_METADATA_INVALID.
+    """
+    try:
+        published = optional_seconds(message, "published", "") if message.published != Duration() else None
+    except KvxferError as error:
+        raise _unsound(error, "OpenRead") from None
+    return Granted(_granted(message, "OpenRead"), published or 0.0, message.settled)
+
+
+def granted_to_pb(record: Granted) -> pb.OpenReadResponse:
+    """A grant as an answer."""
+    return pb.OpenReadResponse(
+        granted=duration(record.seconds), published=duration(record.published), settled=record.settled
+    )
+
+
+def renew_from_pb(message: pb.RenewReadRequest) -> tuple[ReadRef, float | None]:
+    """The read that goes on, and for how much longer.  :raises KvxferError: FIELD_INVALID."""
+    return _ref(message), optional_seconds(message, "wanted", "")
+
+
+def renew_to_pb(ref: ReadRef, wanted: float) -> pb.RenewReadRequest:
+    """RenewRead as a request."""
+    return pb.RenewReadRequest(
+        engine_id=ref.engine_id,
+        rank=rank_to_pb(ref.rank),
+        incarnation=ref.incarnation,
+        request_id=ref.request_id,
+        lease_token=ref.lease_token,
+        reader=_reader_to_pb(ref.reader),
+        readers=ref.readers,
+        transfer_id=ref.transfer_id,
+        wanted=duration(wanted),
+    )
+
+
+def renewed_from_pb(message: pb.RenewReadResponse) -> float:
+    """Seconds that a peer grants from now on.
+
+    :raises KvxferError: PEER_METADATA_INVALID.
+    """
+    return _granted(message, "RenewRead")
+
+
+def _granted(message: pb.OpenReadResponse | pb.RenewReadResponse, rpc: str) -> float:
+    try:
+        return seconds(message, "granted", "")
+    except KvxferError as error:
+        raise _unsound(error, rpc) from None
+
+
 def close_from_pb(message: pb.CloseReadRequest) -> CloseRead:
     """:raises KvxferError: FIELD_INVALID."""
     outcome = choice(message.outcome, _OUTCOMES, "outcome")
@@ -375,7 +445,7 @@ def notice_to_bytes(notice: ReadNotice) -> bytes:
     ).SerializeToString()
 
 
-def _ref(message: pb.OpenReadRequest | pb.CloseReadRequest) -> ReadRef:
+def _ref(message: pb.OpenReadRequest | pb.CloseReadRequest | pb.RenewReadRequest) -> ReadRef:
     required(message, "rank", "")
     required(message, "reader", "")
     return ReadRef(

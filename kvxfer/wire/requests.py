@@ -25,7 +25,6 @@ from kvxfer.wire.fields import (
     optional_text,
     refuse,
     required,
-    seconds,
     text,
     token,
     variant,
@@ -111,7 +110,9 @@ class ReadBlocks:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PublishBlocks:
-    """Blocks to hold for ``ttl`` seconds; ``readers`` is ``None`` where the caller does not know their number."""
+    """Blocks to hold for ``ttl`` seconds (``None``: the sidecar's setting); ``readers`` is ``None`` where the caller
+    does not know their number.
+    """
 
     engine_id: str
     incarnation: str
@@ -119,7 +120,7 @@ class PublishBlocks:
     blocks: tuple[BlockList, ...]
     num_tokens: int
     lease_token: bytes = field(repr=False)
-    ttl: float
+    ttl: float | None
     readers: int | None
 
 
@@ -301,7 +302,7 @@ def publish_from_pb(message: pb.PublishBlocksRequest) -> PublishBlocks:
         blocks=block_lists_from_pb(message.blocks, "blocks"),
         num_tokens=tokens(message.num_tokens, "num_tokens", 1),
         lease_token=token(message.lease_token, "lease_token"),
-        ttl=seconds(message, "ttl", ""),
+        ttl=optional_seconds(message, "ttl", ""),
         readers=readers,
     )
 
@@ -318,6 +319,6 @@ def publish_to_pb(record: PublishBlocks) -> pb.PublishBlocksRequest:
         blocks=block_lists_to_pb(record.blocks),
         num_tokens=tokens(record.num_tokens, "num_tokens", 1),
         lease_token=token(record.lease_token, "lease_token"),
-        ttl=duration(record.ttl),
+        ttl=None if record.ttl is None else duration(record.ttl),
         readers=None if record.readers is None else integer(record.readers, "readers", 1, MAX_RANKS),
     )

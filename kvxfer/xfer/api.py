@@ -3,8 +3,7 @@
 Everything here is plain data and one :class:`typing.Protocol`.  ``nixl.py`` implements it over NIXL, ``loopback.py``
 with ``memcpy`` inside one process; importing this module needs neither.
 
-An engine polls as often as its reads and every :class:`Demand` ask for, about ten times a second where it merely knows
-peers to read from, and not at all without any of these.
+An engine polls as often as its reads and every :class:`Demand` ask for, and not at all without any of these.
 
 All methods are called from one asyncio event loop and never block it.  Failures are
 :class:`kvxfer.core.errors.KvxferError`.  Addresses, lengths and strides are bytes, durations are seconds.
@@ -284,10 +283,12 @@ class TransferEngine(Protocol):
     async def start(self) -> None:
         """Create the agent.  Raises UNSUPPORTED (no library or backend), INTERNAL."""
 
-    async def close(self) -> None:
+    async def close(self, drain: float | None = None) -> None:
         """Refuse new work, wait a bounded time for posted reads, then destroy the agent and with it what is left.
 
         Reads that are still posted then fail with SHUTTING_DOWN and quiesce.  Idempotent.
+
+        :param drain: how long to wait, seconds; None: as the engine was set up.
         """
 
     async def register(self, spans: Sequence[Span]) -> Registration:
@@ -366,7 +367,7 @@ class TransferEngine(Protocol):
     def connected(self) -> Demand:
         """Poll every few milliseconds while held: some peer may start to read from here, or die, at any time.
 
-        Peers that this engine reads from need none: for them it polls now and then by itself.
+        Peers that this engine reads from need none.
         """
 
     async def info(self) -> EngineInfo:

@@ -117,25 +117,24 @@ class PumpedEngine:
             raise
         self._state = "open"
 
-    async def close(self) -> None:
+    async def close(self, drain: float | None = None) -> None:
         """See :meth:`kvxfer.xfer.api.TransferEngine.close`."""
         if self._state in ("new", "closed"):
             self._state = "closed"
             return
         if self._closing is None:
             self._state = "closing"
-            self._closing = asyncio.get_running_loop().create_task(self._shut_down())
+            self._closing = asyncio.get_running_loop().create_task(self._shut_down(drain))
         await asyncio.shield(self._closing)
 
-    async def _shut_down(self) -> None:
+    async def _shut_down(self, drain: float | None) -> None:
         pump = self._running
+        seconds = self._settings.drain if drain is None else drain
         posted = [read for read in self._reads if read.state is ReadState.POSTED or not read.is_quiesced]
         if posted:
-            _, late = await asyncio.wait(
-                [asyncio.ensure_future(read.quiesced) for read in posted], timeout=self._settings.drain
-            )
+            _, late = await asyncio.wait([asyncio.ensure_future(read.quiesced) for read in posted], timeout=seconds)
             if late:
-                _log.warning("%s: %d reads did not finish in %.1f s", self._name, len(late), self._settings.drain)
+                _log.warning("%s: %d reads did not finish in %.1f s", self._name, len(late), seconds)
         if pump is not None:
             await pump.stop()
         for read in list(self._reads):

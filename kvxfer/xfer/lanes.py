@@ -135,9 +135,9 @@ class LanedEngine:
         """Start every lane; on a failure none is left running."""
         await self._everywhere(lambda lane: lane.start(), undo=lambda lane, _: lane.close())
 
-    async def close(self) -> None:
+    async def close(self, drain: float | None = None) -> None:
         """Close every lane."""
-        await asyncio.gather(*(lane.close() for lane in self._lanes))
+        await asyncio.gather(*(lane.close(drain) for lane in self._lanes))
 
     async def register(self, spans: Sequence[Span]) -> Registration:
         """Register memory in every lane."""

@@ -7,10 +7,10 @@ How often the thread polls depends on what is at stake:
 
 * requests posted here, or a peer reading from here (``spinning``): without pause at first, then yielding the processor
   between polls, then with naps of some tens of microseconds, so that other processes on a small machine keep running;
-* peers connected (``connected``): every few milliseconds.  A target that does not poll while a reader dies can be
-  aborted by the transport when it polls again, so this interval must stay below 10 ms;
-* peers known, but none said to be connected (this side only reads, and nothing is under way): ten times a second, so
-  that errors of connections are heard of;
+* peers that may post at any moment (``connected``): every few milliseconds.  A target that does not poll while a reader
+  posts and dies can be aborted by the transport when it polls again, so this interval must stay below 10 ms;
+* peers known (this side reads from them), and something was under way a moment ago: as often, for a second, since what
+  was sent last (the notification of a read) may have to be pushed out;
 * none of these: not at all.  The thread sleeps until a command arrives.
 """
 
@@ -41,8 +41,8 @@ from kvxfer.xfer.api import (
 
 _log = logging.getLogger(__name__)
 
-#: Between two polls where this side only reads and nothing is under way, seconds: errors of connections are heard of.
-_ACQUAINTED: Final = 0.1
+#: How long to poll after the last event where this side only reads, seconds.
+_LINGER: Final = 1.0
 #: Commands taken between two polls, so that a burst of them does not starve the requests in flight.
 _BURST: Final = 32
 
@@ -299,11 +299,10 @@ class Pump:
 
     def _patience(self) -> float | None:
         """How long to wait for a command before the next poll; None: until one comes."""
-        if not (self._posted or self._lingering or self._spinning > 0):
-            if self._connected > 0:
-                return self._settings.interval
-            return _ACQUAINTED if self._peers > 0 else None
         quiet = time.perf_counter() - self._last_event
+        if not (self._posted or self._lingering or self._spinning > 0):
+            lingering = self._peers > 0 and quiet < _LINGER
+            return self._settings.interval if self._connected > 0 or lingering else None
         if quiet < self._settings.spin:
             return 0.0
         if quiet < self._settings.spin + self._settings.yielding:

@@ -324,8 +324,9 @@ async def test_withdraw_takes_the_token_of_publish(world: World) -> None:
         await world.p.client.withdraw("r1", new_lease_token())
     assert caught.value.reason is Reason.LEASE_TOKEN_MISMATCH
     assert await world.p.client.withdraw("r1", ticket.lease_token) == 0.0
+    assert await world.p.client.withdraw("r1", ticket.lease_token) == 0.0  # it has ended
     with pytest.raises(KvxferError) as caught:
-        await world.p.client.withdraw("r1", ticket.lease_token)
+        await world.p.client.withdraw("r2", ticket.lease_token)
     assert caught.value.reason is Reason.LEASE_UNKNOWN
 
 

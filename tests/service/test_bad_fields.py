@@ -28,7 +28,7 @@ SECOND = Duration(seconds=1)
 @pytest.fixture
 async def quick(cluster: Cluster) -> Reading:
     """As ``reading``, with short limits: what is spoilt may have to wait for one."""
-    settings = {"handshake_timeout": 0.4, "read_timeout": 2.0, "max_registrations": 3}
+    settings = {"handshake_timeout": 0.4, "read_timeout": 2.0, "max_registrations": 3, "publish_wait": 0.01}
     p = await cluster.engine("engine-p", [await cluster.node(**settings)])
     d = await cluster.engine("engine-d", [await cluster.node(**settings)])
     return Reading(cluster, p, d)
@@ -112,6 +112,10 @@ def opening(reading: Reading) -> Message:
     return request
 
 
+def renewing(reading: Reading) -> Message:
+    return peer_pb2.RenewReadRequest(**open_or_close(reading), wanted=SECOND)
+
+
 def closing(reading: Reading) -> Message:
     return peer_pb2.CloseReadRequest(**open_or_close(reading), outcome=peer_pb2.READ_OUTCOME_DONE)
 
@@ -156,9 +160,25 @@ CASES = {
         "WithdrawBlocks",
         lambda _: transfer_pb2.WithdrawBlocksRequest(engine_id="engine-d", request_id="none", lease_token=TOKEN),
     ),
+    "RenewLease": Case(
+        "RenewLease",
+        lambda _: transfer_pb2.RenewLeaseRequest(
+            engine_id="engine-d", request_id="none", lease_token=TOKEN, ttl=SECOND
+        ),
+    ),
+    "ListLeases": Case(
+        "ListLeases",
+        lambda _: transfer_pb2.ListLeasesRequest(
+            engine_id="engine-d", states=[transfer_pb2.LEASE_STATE_HELD], page_size=5, page_token="3"
+        ),
+    ),
+    "WatchLeases": Case(
+        "WatchLeases", lambda _: transfer_pb2.WatchLeasesRequest(engine_id="engine-d", include_current=True)
+    ),
     "GetStatus": Case("GetStatus", lambda _: transfer_pb2.GetStatusRequest(peers_page_size=1, peers_page_token="1")),
     "Exchange": Case("Exchange", exchanging, peer=True),
     "OpenRead": Case("OpenRead", opening, peer=True),
+    "RenewRead": Case("RenewRead", renewing, peer=True),
     "CloseRead": Case("CloseRead", closing, peer=True),
 }
 
@@ -174,7 +194,7 @@ def test_every_rpc_is_spoilt() -> None:
 async def ask(stub: Any, rpc: str, message: Message) -> Any:
     """The first answer, with a deadline that nothing may reach."""
     call = getattr(stub, rpc)(message, timeout=15)
-    if rpc != "WatchTransfers":
+    if not rpc.startswith("Watch"):
         return await call
     answer = await call.read()
     call.cancel()

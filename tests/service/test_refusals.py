@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -10,12 +10,22 @@ import pytest
 
 from kvxfer.core.errors import Reason
 from kvxfer.core.layout import CacheLayout, Rank
-from kvxfer.pb import layout_pb2, transfer_pb2
+from kvxfer.core.resolve import BlockList
+from kvxfer.pb import layout_pb2
 from kvxfer.pb import transfer_pb2 as pb
 from kvxfer.wire.requests import handshake_to_pb
-from tests.support.engines import Member, SharedRegions, make_target, publication, registration
+from kvxfer.wire.tickets import ticket_from_pb
+from tests.support.engines import (
+    Member,
+    SharedRegions,
+    block_lists,
+    make_target,
+    publication,
+    read_request,
+    registration,
+)
 from tests.support.errors import refusal
-from tests.support.loopback import BLOCK, STRIDE, Cluster, LoopEngine, Reading, small_layout, soon
+from tests.support.loopback import BLOCK, STRIDE, Cluster, LoopEngine, Reading, small_layout
 
 Change = Callable[[Any], object]
 
@@ -386,7 +396,7 @@ async def test_many_block_ids_in_one_call(cluster: Cluster, count: int) -> None:
     p = await cluster.engine("engine-p", [await cluster.node()], [layout])
     d = await cluster.engine("engine-d", [await cluster.node()], [layout])
     reading = Reading(cluster, p, d)
-    request = reading.request()
+    request = read_request("engine-d", p.ticket(reading.p_lists, reading.TOKENS, publish=False), d_lists(reading))
     tokens = count * BLOCK
     rng = np.random.default_rng(5)
     for blocks in (request.spec.local_blocks, request.spec.ticket.blocks):
@@ -395,6 +405,7 @@ async def test_many_block_ids_in_one_call(cluster: Cluster, count: int) -> None:
         blocks[1].block_ids[1] = int(ids[count])
         blocks[1].snapshot_positions[1] = tokens
     request.spec.ticket.num_tokens = tokens
+    p.publish(ticket_from_pb(request.spec.ticket))
     transfer = (await reading.stub.ReadBlocks(request, timeout=60)).transfer
     assert transfer.bytes == transfer.sources[0].reported_bytes == count * 64 + 76
     here, there = (e.members[0].regions.arrays[0].reshape(-1, STRIDE) for e in (d, p))
@@ -418,8 +429,10 @@ async def test_ranks_of_one_engine_with_1000_and_998_blocks(cluster: Cluster) ->
     d = await cluster.engine("engine-d", [await cluster.node()], [small_layout(0, 1, 16)])
     reading = Reading(cluster, p, d)
     await reading.good()
-    spec = reading.request().spec
+    ticket = p.ticket(reading.p_lists, reading.TOKENS, publish=False)
+    spec = read_request("engine-d", ticket, d_lists(reading)).spec
     spec.ticket.blocks[0].block_ids[0] = 997
+    p.publish(ticket_from_pb(spec.ticket))
     await reading.stub.ReadBlocks(pb.ReadBlocksRequest(spec=spec))
     for block in (998, 999):
         spec.ticket.blocks[0].block_ids[0] = block
@@ -428,13 +441,17 @@ async def test_ranks_of_one_engine_with_1000_and_998_blocks(cluster: Cluster) ->
     await reading.good()
 
 
+def d_lists(reading: Reading) -> Sequence[BlockList]:
+    return block_lists(reading.d.groups, reading.d_lists)
+
+
 async def test_publishing(reading: Reading) -> None:
     stub = reading.p.nodes[0].stub
-
-    good = publication("engine-p", reading.ticket(), ttl=30)
+    ticket = reading.p.ticket(reading.p_lists, reading.TOKENS, publish=False)
+    good = publication("engine-p", ticket, ttl=30)
     answer = await stub.PublishBlocks(good)
     assert 29 < answer.expires_in.seconds + answer.expires_in.nanos / 1e9 <= 30
-    # The same again, with another time: no new hold.
+    # The same again, with another time: no new lease.
     good.ttl.FromSeconds(60)
     assert (await stub.PublishBlocks(good)).expires_in.seconds >= 59
     assert (await stub.GetStatus(pb.GetStatusRequest())).counts.published == 1
@@ -451,29 +468,8 @@ async def test_publishing(reading: Reading) -> None:
         "no readers": (lambda r: setattr(r, "readers", 0), Reason.FIELD_INVALID, "readers"),
     }
     for name, (change, reason, field) in bad.items():
-        request = publication("engine-p", reading.ticket(), ttl=30)
+        request = publication("engine-p", ticket, ttl=30)
         change(request)
         error = await refusal(stub.PublishBlocks(request))
         assert (error.reason, error.field) == (reason, field), name
-    withdraw = transfer_pb2.WithdrawBlocksRequest(engine_id="engine-p", request_id="request-1", lease_token=b"y" * 16)
-    error = await refusal(stub.WithdrawBlocks(withdraw))
-    assert (error.reason, error.field) == (Reason.LEASE_TOKEN_MISMATCH, "lease_token")
-    withdraw.lease_token = good.lease_token
-    await stub.WithdrawBlocks(withdraw)
-    error = await refusal(stub.WithdrawBlocks(withdraw))
-    assert (error.reason, error.field) == (Reason.LEASE_UNKNOWN, "request_id")
     await reading.good()
-
-
-async def test_a_hold_ends_by_itself(reading: Reading) -> None:
-
-    stub = reading.p.nodes[0].stub
-    await stub.PublishBlocks(publication("engine-p", reading.ticket(), ttl=0.05))
-    (known,) = reading.p.nodes[0].sidecar.registrations
-    await soon(lambda: len(known.holds) == 0)
-    error = await refusal(
-        stub.WithdrawBlocks(
-            pb.WithdrawBlocksRequest(engine_id="engine-p", request_id="request-1", lease_token=bytes(range(16)))
-        )
-    )
-    assert error.reason is Reason.LEASE_UNKNOWN

@@ -152,11 +152,12 @@ async def _awaited(call: Any) -> Any:
 
 async def test_unregistering_waits_for_readers(reading: Reading) -> None:
     """P's memory stays while D reads from it."""
+    late = reading.request()
     await reading.d.handshake(reading.ticket())
     reading.fabric.hold()
     await reading.stub.ReadBlocks(reading.request("t1", wait=False))
     (theirs,) = reading.p.nodes[0].sidecar.registrations
-    await soon(lambda: theirs.readers.open_reads == 1)
+    await soon(lambda: theirs.leases.open_reads == 1)
     stub = reading.p.nodes[0].stub
     error = await refusal(stub.UnregisterCache(unregister("engine-p", drain=0.05)))
     assert (error.reason, error.metadata["reads_open"]) == (Reason.REGISTRATION_BUSY, "1")
@@ -165,7 +166,7 @@ async def test_unregistering_waits_for_readers(reading: Reading) -> None:
     done = await reading.stub.ReadBlocks(pb.ReadBlocksRequest(engine_id="engine-d", transfer_id="t1"))
     assert done.transfer.state == pb.TRANSFER_STATE_DONE
     await unregistering
-    assert (await refusal(reading.stub.ReadBlocks(reading.request()))).reason in (
+    assert (await refusal(reading.stub.ReadBlocks(late))).reason in (
         Reason.NOT_REGISTERED,
         Reason.PEER_LOST,
     )
@@ -218,13 +219,14 @@ async def test_readers_polls_are_wanted_only_while_there_are_readers(reading: Re
     """OpenRead of a stranger costs P something only until CloseRead."""
     node = reading.p.nodes[0]
     (known,) = node.sidecar.registrations
+    ticket = reading.ticket()
     reader = peer_pb2.Reader(engine_id="stranger", rank=rank_to_pb(reading.d.members[0].rank), incarnation="i")
     ref: dict[str, Any] = {
         "engine_id": "engine-p",
         "rank": rank_to_pb(reading.p.members[0].rank),
         "incarnation": known.incarnation,
-        "request_id": "r",
-        "lease_token": b"x" * 16,
+        "request_id": ticket.request_id,
+        "lease_token": ticket.lease_token,
         "reader": reader,
         "readers": 1,
         "transfer_id": "t",

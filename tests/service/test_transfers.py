@@ -10,7 +10,7 @@ import pytest
 
 from kvxfer.core.errors import KvxferError, Reason
 from kvxfer.pb import transfer_pb2 as pb
-from kvxfer.service import transfer as kept
+from kvxfer.service import watch
 from kvxfer.wire.requests import spec_from_pb
 from tests.support.engines import as_bytes
 from tests.support.errors import refusal
@@ -374,15 +374,15 @@ async def _drain(call: Any) -> None:
 
 async def test_a_watcher_that_is_too_slow_is_told(reading: Reading, monkeypatch: pytest.MonkeyPatch) -> None:
     await reading.d.handshake(reading.ticket())
-    monkeypatch.setattr(kept, "WATCH_BACKLOG", 4)
+    monkeypatch.setattr(watch, "BACKLOG", 4)
     (registration,) = reading.d.nodes[0].sidecar.registrations
     call = reading.stub.WatchTransfers(pb.WatchTransfersRequest(engine_id="engine-d"))
     assert (await call.read()).HasField("ready")
-    (watcher,) = registration.transfers._watchers
+    (watcher,) = registration.transfers.watchers._all
     # More changes than fit, all within one turn of the event loop.
     transfer = await registration.transfers.prepare(_spec(reading))
     for _ in range(10):
-        registration.transfers._tell(transfer)
+        registration.transfers.watchers.tell(transfer)
     assert watcher.overrun
     error = await refusal(_drain(call))
     assert error.reason is Reason.LIMIT_EXCEEDED
@@ -418,13 +418,14 @@ async def test_a_peer_that_vanishes_in_mid_read(reading: Reading) -> None:
 
 
 async def test_a_prepared_transfer_ends_with_its_peer(reading: Reading) -> None:
+    late = reading.request()
     await reading.stub.PrepareTransfer(pb.PrepareTransferRequest(spec=reading.request("t1").spec))
     await reading.p.nodes[0].stop()
     failed = await reach(reading, "t1", FAILED)
     assert failed.quiesced
     error = await refusal(reading.stub.ReadBlocks(pb.ReadBlocksRequest(engine_id="engine-d", transfer_id="t1")))
     assert error.reason is Reason.PEER_LOST
-    error = await refusal(reading.stub.ReadBlocks(reading.request()))
+    error = await refusal(reading.stub.ReadBlocks(late))
     assert error.reason is Reason.PEER_UNREACHABLE
 
 
@@ -444,14 +445,14 @@ async def test_a_source_that_may_not_poll_is_asked_before_anything_is_posted(
         return await really(*args)
 
     monkeypatch.setattr(source.client, "open_read", slowly)
-    source.attentive_until = 0.0
+    source.rank.attentive_until = 0.0
     running = asyncio.ensure_future(reading.good())
     await asyncio.wait_for(asked.wait(), 5)
     await reach_nothing(reading, posts)
     answer.set()
     await asyncio.wait_for(running, 5)
     assert reading.fabric.posts == posts + 1
-    assert source.attentive
+    assert source.rank.attentive
     # As long as it is known to poll the READ does not wait for the answer.
     answer.clear()
     running = asyncio.ensure_future(reading.good())
@@ -473,7 +474,7 @@ async def test_a_read_that_a_sleeping_source_refuses_is_never_posted(
 
     with monkeypatch.context() as patched:
         patched.setattr(source.client, "open_read", refuse)
-        source.attentive_until = 0.0
+        source.rank.attentive_until = 0.0
         error = await refusal(reading.stub.ReadBlocks(reading.request("t1")))
     assert error.reason is Reason.LIMIT_EXCEEDED
     assert (await reading.d.get("t1")).quiesced

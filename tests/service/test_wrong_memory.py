@@ -100,7 +100,7 @@ async def test_an_ended_transfer_keeps_no_arrays(reading: Reading) -> None:
     transfer = registered.transfers.get(done.transfer_id)
     await transfer.finished.wait()
     assert transfer.claims == []
-    assert all(part.read is None and part.source is None for part in transfer.parts)
+    assert all(part.live is None for part in transfer.parts)
     query = pb.GetTransferRequest(engine_id="engine-d", transfer_id=done.transfer_id)
     told = (await reading.stub.GetTransfer(query)).transfer
     assert [s.bytes for s in told.sources] == [s.bytes for s in done.sources]

@@ -6,7 +6,9 @@ from where it had to come from, but for one chance in 256 a byte.
 
 from __future__ import annotations
 
+import itertools
 import random
+import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +34,8 @@ Bytes = npt.NDArray[np.uint8]
 ANY_ORDER = PairingOptions(min_run_bytes=1)
 KEY = "model@rev/fp8"
 TOKEN = bytes(range(16))
+
+_requests = itertools.count(1)
 
 
 def as_bytes(labels: Ints) -> Bytes:
@@ -216,11 +220,13 @@ def make_ticket(
     blocks: tuple[BlockList, ...],
     num_tokens: int,
     *,
-    request_id: str = "request-1",
+    request_id: str = "",
     key: str = KEY,
-    token: bytes = TOKEN,
+    token: bytes = b"",
 ) -> Ticket:
-    """What the router would carry."""
+    """What the router would carry; of a request of its own unless one is named."""
+    request_id = request_id or f"request-{next(_requests)}"
+    token = token or secrets.token_bytes(16)
     ranks = tuple(TicketRank(m.rank, m.registered.incarnation, m.registered.peer_address) for m in members)
     first = members[0].rank
     return Ticket(engine_id, key, first.tp_size, first.pp_size, ranks, request_id, blocks, num_tokens, token, 60.0)
@@ -231,11 +237,20 @@ def make_target(engine_id: str, members: Sequence[Member]) -> Target:
     return Target(engine_id, tuple(TicketRank(m.rank, "", m.registered.peer_address) for m in members))
 
 
-def publication(engine_id: str, ticket: Ticket, ttl: float = 60.0) -> pb.PublishBlocksRequest:
-    """Publish what a ticket names."""
-    return publish_to_pb(
-        PublishBlocks(engine_id, "", ticket.request_id, ticket.blocks, ticket.num_tokens, ticket.lease_token, ttl, None)
-    )
+def publication(
+    engine_id: str, ticket: Ticket, ttl: float | None = 60.0, *, of: Member | None = None, readers: int | None = None
+) -> pb.PublishBlocksRequest:
+    """Publish what a ticket names, or of it what one rank has."""
+    return publish_to_pb(published(engine_id, ticket, ttl, of=of, readers=readers))
+
+
+def published(
+    engine_id: str, ticket: Ticket, ttl: float | None = 60.0, *, of: Member | None = None, readers: int | None = None
+) -> PublishBlocks:
+    """The same, as a record."""
+    names = {b.group for b in ticket.blocks} if of is None else {g.name for g in of.layout.groups}
+    blocks = tuple(b for b in ticket.blocks if b.group in names)
+    return PublishBlocks(engine_id, "", ticket.request_id, blocks, ticket.num_tokens, ticket.lease_token, ttl, readers)
 
 
 def read_request(

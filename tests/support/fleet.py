@@ -24,6 +24,7 @@ from tests.support.engines import (
     check_read,
     groups_of,
     make_ticket,
+    publication,
     read_request,
     registration,
 )
@@ -95,9 +96,13 @@ class Engine:
         for member in self.members:
             member.hold(lists)
 
-    def ticket(self, lists: Mapping[str, Blocks], num_tokens: int, request_id: str = "request-1") -> Ticket:
+    def ticket(self, lists: Mapping[str, Blocks], num_tokens: int, request_id: str = "", ttl: float = 60.0) -> Ticket:
+        """A ticket for one read by each rank of another engine; its request is published on every rank."""
         blocks = block_lists(self.groups, lists)
-        return make_ticket(self.engine_id, self.members, blocks, num_tokens, request_id=request_id)
+        ticket = make_ticket(self.engine_id, self.members, blocks, num_tokens, request_id=request_id)
+        for member, process in zip(self.members, self.processes, strict=False):
+            process.stub.PublishBlocks(publication(self.engine_id, ticket, ttl, of=member), timeout=10)
+        return ticket
 
     def handshake(
         self, number: int, ticket: Ticket, options: PairingOptions | None = ANY_ORDER, timeout: float = 30

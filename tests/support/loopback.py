@@ -32,7 +32,7 @@ from kvxfer.pb import transfer_pb2 as pb
 from kvxfer.sidecar import Sidecar
 from kvxfer.wire.requests import handshake_to_pb
 from kvxfer.wire.tickets import Ticket
-from kvxfer.xfer.api import TransferEngine
+from kvxfer.xfer.api import NotificationHandler, TransferEngine
 from kvxfer.xfer.engine import EngineSettings
 from kvxfer.xfer.loopback import Fabric, LoopbackEngine
 from tests.support.engines import (
@@ -42,6 +42,7 @@ from tests.support.engines import (
     check_read,
     groups_of,
     make_ticket,
+    published,
     read_request,
     registration,
 )
@@ -141,7 +142,7 @@ class Cluster:
         drain = EngineSettings(drain=chosen["drain_timeout"], warm_up=0.0)
         made: list[LoopbackEngine] = []
 
-        def make(name: str, on_notification: Callable[[str, bytes], None]) -> TransferEngine:
+        def make(name: str, on_notification: NotificationHandler | None) -> TransferEngine:
             made.append(LoopbackEngine(name, self.fabric, on_notification, settings=drain))
             return made[-1]
 
@@ -193,9 +194,18 @@ class LoopEngine:
         for member in self.members:
             member.hold(lists)
 
-    def ticket(self, lists: Mapping[str, Blocks], tokens: int, request_id: str = "request-1") -> Ticket:
+    def ticket(self, lists: Mapping[str, Blocks], tokens: int, request_id: str = "", *, publish: bool = True) -> Ticket:
+        """A ticket for one read by each rank of another engine; its request is published on every rank."""
         blocks = block_lists(self.groups, lists)
-        return make_ticket(self.engine_id, self.members, blocks, tokens, request_id=request_id)
+        ticket = make_ticket(self.engine_id, self.members, blocks, tokens, request_id=request_id)
+        if publish:
+            self.publish(ticket)
+        return ticket
+
+    def publish(self, ticket: Ticket, ttl: float = 60.0, readers: int | None = None) -> None:
+        for member, node in zip(self.members, self.nodes, strict=True):
+            leases = node.sidecar.registrations.get(self.engine_id).leases
+            leases.publish(published(self.engine_id, ticket, ttl, of=member, readers=readers))
 
     def request(
         self, ticket: Ticket, lists: Mapping[str, Blocks], *, transfer_id: str = "", wait: bool = True
@@ -232,26 +242,31 @@ class Reading:
         self.p_lists, self.d_lists = small_lists(self.TOKENS, 3), small_lists(self.TOKENS, 1)
         p.hold(self.p_lists)
         self.wants = {g.name: Want(0, self.TOKENS) for g in d.groups}
+        self._tickets: dict[str, Ticket] = {}
 
     @property
     def stub(self) -> Any:
         """D's sidecar."""
         return self.d.nodes[0].stub
 
-    def ticket(self, request_id: str = "request-1") -> Ticket:
+    def ticket(self, request_id: str = "") -> Ticket:
         return self.p.ticket(self.p_lists, self.TOKENS, request_id)
 
     def request(self, transfer_id: str = "", *, wait: bool = True, first: int = 1) -> pb.ReadBlocksRequest:
-        lists = small_lists(self.TOKENS, first)
-        return self.d.request(self.ticket(), lists, transfer_id=transfer_id, wait=wait)
+        """To read everything; of the same transfer always the same ticket."""
+        ticket = self._tickets.get(transfer_id) or self.ticket()
+        if transfer_id:
+            self._tickets[transfer_id] = ticket
+        return self.d.request(ticket, small_lists(self.TOKENS, first), transfer_id=transfer_id, wait=wait)
 
     async def good(self) -> pb.Transfer:
         """A good transfer, compared byte by byte with memory that was noise before."""
+        ticket = self.ticket()
         for number, (member, node) in enumerate(zip(self.d.members, self.d.nodes, strict=True)):
             member.model.image = member.model.labels.noise(member.model.image.size)
             member.write()
             mine = block_lists(groups_of([member.layout]), self.d_lists)
-            request = read_request(self.d.engine_id, self.ticket(), mine)
+            request = read_request(self.d.engine_id, ticket, mine)
             transfer: pb.Transfer = (await node.stub.ReadBlocks(request, timeout=10)).transfer
             check_read(member, self.p.members, transfer, self.d_lists, self.wants)
             assert number or transfer.sources

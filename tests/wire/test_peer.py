@@ -9,12 +9,14 @@ import pytest
 from kvxfer.core.errors import KvxferError, Reason
 from kvxfer.core.layout import MAX_BYTES, MemoryKind, Rank
 from kvxfer.pb import peer_pb2 as pb
+from kvxfer.wire.fields import duration
 from kvxfer.wire.peer import (
     MAX_METADATA,
     MAX_NOTICE,
     CloseRead,
     ExchangeAnswer,
     ExchangeQuery,
+    Granted,
     OpenRead,
     Outcome,
     PeerMemory,
@@ -28,10 +30,15 @@ from kvxfer.wire.peer import (
     close_to_pb,
     exchange_from_pb,
     exchange_to_pb,
+    granted_from_pb,
+    granted_to_pb,
     notice_from_bytes,
     notice_to_bytes,
     open_from_pb,
     open_to_pb,
+    renew_from_pb,
+    renew_to_pb,
+    renewed_from_pb,
 )
 from tests.wire.test_requests import LAYOUT
 
@@ -69,6 +76,50 @@ def test_answer_round_trip(answer: ExchangeAnswer) -> None:
 @pytest.mark.parametrize("record", [OPEN, OpenRead(REF)])
 def test_open_round_trip(record: OpenRead) -> None:
     assert open_from_pb(pb.OpenReadRequest.FromString(open_to_pb(record).SerializeToString())) == record
+
+
+@pytest.mark.parametrize("granted", [Granted(15.0, 0.5, True), Granted(0.001, 0.0, False)])
+def test_grant_round_trip(granted: Granted) -> None:
+    assert granted_from_pb(pb.OpenReadResponse.FromString(granted_to_pb(granted).SerializeToString())) == granted
+
+
+def test_a_grant_that_does_not_say_since_when_is_none_for_what_was_read_before() -> None:
+    message = granted_to_pb(Granted(15.0, 0.5, False))
+    message.ClearField("published")
+    assert granted_from_pb(message).published == 0.0
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda m: m.ClearField("granted"),
+        lambda m: m.granted.Clear(),
+        lambda m: setattr(m.granted, "seconds", -1),
+        lambda m: setattr(m.granted, "seconds", 86_401),
+        lambda m: setattr(m.published, "nanos", -1),
+        lambda m: setattr(m.published, "seconds", 2**60),
+    ],
+)
+def test_an_unsound_grant_is_the_peers_fault(change: Callable[[Any], object]) -> None:
+    message = granted_to_pb(Granted(15.0, 0.5, True))
+    change(message)
+    assert refused(granted_from_pb, message).reason is Reason.PEER_METADATA_INVALID
+
+
+def test_an_unsound_renewal_is_the_peers_fault() -> None:
+    assert renewed_from_pb(pb.RenewReadResponse(granted=duration(1.5))) == 1.5
+    for seconds in (0, -1, 2**62):
+        message = pb.RenewReadResponse()
+        message.granted.seconds = seconds
+        assert refused(renewed_from_pb, message).reason is Reason.PEER_METADATA_INVALID
+    assert refused(renewed_from_pb, pb.RenewReadResponse()).reason is Reason.PEER_METADATA_INVALID
+
+
+def test_renew_round_trip() -> None:
+    message = pb.RenewReadRequest.FromString(renew_to_pb(REF, 2.5).SerializeToString())
+    assert renew_from_pb(message) == (REF, 2.5)
+    message.ClearField("wanted")
+    assert renew_from_pb(message) == (REF, None)
 
 
 @pytest.mark.parametrize("outcome", Outcome)
@@ -169,9 +220,14 @@ def test_unsound_answer_is_the_peers_fault(change: Callable[[Any], object], fiel
     ],
 )
 def test_open_and_close_refuse(change: Callable[[Any], object], field: str) -> None:
-    for convert, message in ((open_from_pb, open_to_pb(OPEN)), (close_from_pb, close_to_pb(CLOSE))):
-        change(message)
-        assert refused(convert, message).field == field
+    assert refused(open_from_pb, changed(open_to_pb(OPEN), change)).field == field
+    assert refused(close_from_pb, changed(close_to_pb(CLOSE), change)).field == field
+    assert refused(renew_from_pb, changed(renew_to_pb(REF, 1.0), change)).field == field
+
+
+def changed(message: Any, change: Callable[[Any], object]) -> Any:
+    change(message)
+    return message
 
 
 @pytest.mark.parametrize(

@@ -29,10 +29,13 @@ RPCS = {
         "CancelTransfer",
         "WatchTransfers",
         "PublishBlocks",
+        "RenewLease",
         "WithdrawBlocks",
+        "ListLeases",
+        "WatchLeases",
         "GetStatus",
     ],
-    "KvPeer": ["Exchange", "OpenRead", "CloseRead"],
+    "KvPeer": ["Exchange", "OpenRead", "RenewRead", "CloseRead"],
 }
 ROW = re.compile(r"\| (?P<condition>[^|]+) \| (?P<code>[A-Z_]+) \| (?P<reason>[A-Z_]+) \| (?P<action>[^|]+) \|")
 
@@ -125,8 +128,10 @@ def test_secrets_are_marked() -> None:
     assert marked == {
         "Ticket.lease_token",
         "PublishBlocksRequest.lease_token",
+        "RenewLeaseRequest.lease_token",
         "WithdrawBlocksRequest.lease_token",
         "OpenReadRequest.lease_token",
+        "RenewReadRequest.lease_token",
         "CloseReadRequest.lease_token",
         "ReadNotice.lease_token",
         "ExchangeResponse.agent_metadata",

@@ -21,6 +21,7 @@ from kvxfer.wire.requests import (
     handshake_from_pb,
     prepare_from_pb,
     publish_from_pb,
+    publish_to_pb,
     read_from_pb,
     register_from_pb,
     register_to_pb,
@@ -216,13 +217,24 @@ def test_publication_takes_what_is_told() -> None:
 
 @pytest.mark.parametrize(
     "name, field",
-    [("engine_id", 0), ("request_id", 0), ("blocks", 0), ("num_tokens", 0), ("lease_token", 0), ("ttl", 0)],
+    [("engine_id", 0), ("request_id", 0), ("blocks", 0), ("num_tokens", 0), ("lease_token", 0)],
 )
 def test_publication_refuses_what_is_missing(name: str, field: int) -> None:
     message = pb.PublishBlocksRequest()
     message.CopyFrom(PUBLISH)
     message.ClearField(name)
     assert refused(publish_from_pb, message).field == name
+
+
+def test_publication_has_a_time_or_none() -> None:
+    message = pb.PublishBlocksRequest()
+    message.CopyFrom(PUBLISH)
+    message.ttl.Clear()
+    assert refused(publish_from_pb, message).field == "ttl"
+    message.ClearField("ttl")
+    record = publish_from_pb(message)
+    assert record.ttl is None
+    assert not publish_to_pb(record).HasField("ttl")
 
 
 def test_publication_has_readers_or_none() -> None:

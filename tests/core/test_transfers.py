@@ -1,10 +1,10 @@
-"""Transfer and lease life cycles: every state with every event."""
+"""The life of a transfer: every state with every event."""
 
 from __future__ import annotations
 
 import pytest
 
-from kvxfer.core import leases, transfers
+from kvxfer.core import transfers
 from kvxfer.core.transfers import Event, IllegalTransition, State
 
 ILLEGAL = {
@@ -39,22 +39,3 @@ def test_draining_ends_as_it_began() -> None:
         for late in (Event.FAULT, Event.CANCEL):
             assert transfers.step(draining, late) is draining
         assert transfers.step(draining, Event.QUIESCED) is end
-
-
-@pytest.mark.parametrize("state", leases.State)
-@pytest.mark.parametrize("event", leases.Event)
-def test_every_lease_event_in_every_state(state: leases.State, event: leases.Event) -> None:
-    lease = leases.Lease("r", 10.0, state)
-    ended = {
-        leases.Event.READERS_DONE: leases.State.RELEASED,
-        leases.Event.EXPIRE: leases.State.EXPIRED,
-        leases.Event.WITHDRAW: leases.State.WITHDRAWN,
-    }
-    assert lease.apply(event) is (ended[event] if state is leases.State.HELD else state)
-
-
-def test_a_lease_expires_at_its_deadline_and_not_before() -> None:
-    lease = leases.Lease("r", 10.0)
-    assert (lease.tick(9.999), lease.left(9.0)) == (leases.State.HELD, 1.0)
-    assert lease.tick(10.0) is leases.State.EXPIRED
-    assert lease.left(9.0) == 0.0

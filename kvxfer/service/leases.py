@@ -1,0 +1,388 @@
+"""P's published requests: what holds their blocks, who reads them, and when they may be freed.
+
+The rules are :mod:`kvxfer.core.leases`; this module finds the lease that a message means, waits for one that is about
+to be published, remembers what comes too early or too late, and tells those who watch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import heapq
+import hmac
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final
+
+import structlog
+
+from kvxfer.core.errors import KvxferError, Reason
+from kvxfer.core.layout import CacheLayout
+from kvxfer.core.leases import Lease, ReadKey
+from kvxfer.service.publications import check_promise, check_publication, content_digest
+from kvxfer.service.settings import ServiceSettings
+from kvxfer.service.watch import Watchers
+from kvxfer.wire.blocks import block_digest
+from kvxfer.wire.fields import MAX_SECONDS
+from kvxfer.wire.peer import CloseRead, Granted, OpenRead, Outcome, ReadNotice, ReadRef
+from kvxfer.wire.requests import PublishBlocks
+
+log = structlog.get_logger()
+
+#: Ends of reads that came before their request was published: how many are remembered, and for how long (seconds).
+MAX_EARLY: Final = 65_536
+EARLY_TTL: Final = 60.0
+#: Reads that may wait at once for their request to be published.
+MAX_WAITING: Final = 4_096
+
+
+@dataclass(frozen=True)
+class _Early:
+    """The end of a read of a request that is not published yet."""
+
+    token: bytes
+    key: ReadKey
+    readers: int
+    done: bool
+    until: float
+
+
+@dataclass
+class Totals:
+    """Counts since the registration."""
+
+    published: int = 0
+    released: int = 0
+    expired: int = 0
+    withdrawn: int = 0
+    opened: int = 0
+    refused: int = 0
+
+
+class Leases:
+    """The published requests of one registration.  Call :meth:`tick` now and then; it is cheap."""
+
+    def __init__(self, layout: CacheLayout, settings: ServiceSettings) -> None:
+        self._layout = layout
+        self._settings = settings
+        self._known: dict[str, _Entry] = {}
+        self._live = 0
+        self._ended: deque[str] = deque()
+        self._due: list[tuple[float, str]] = []
+        self._early: dict[str, list[_Early]] = {}
+        self._earliest: deque[tuple[float, str]] = deque()
+        self._waiting: dict[str, asyncio.Event] = {}
+        self._waiters = 0
+        self._changed = asyncio.Event()
+        self._closing = False
+        self._numbers = 0
+        self.watchers: Final[Watchers[Lease]] = Watchers()
+        self.totals: Final = Totals()
+
+    def __len__(self) -> int:
+        """Leases that have not ended."""
+        return self._live
+
+    def __iter__(self) -> Iterator[tuple[int, Lease]]:
+        """All that are remembered, newest first, with a number that falls."""
+        return ((entry.number, entry.lease) for entry in reversed(tuple(self._known.values())))
+
+    @property
+    def open_reads(self) -> int:
+        """Granted reads that are open."""
+        return sum(entry.lease.open_reads for entry in self._known.values() if not entry.lease.ended)
+
+    # -- what the engine asks --------------------------------------------------------------------------------------
+
+    def publish(self, record: PublishBlocks) -> float:
+        """Hold a request's blocks; the same content again extends the hold.
+
+        :returns: seconds that are left.
+        :raises KvxferError: REQUEST_ID_REUSED (other content), LEASE_EXPIRED (the same content, but the hold has
+            ended), FIELD_INVALID (ttl), LIMIT_EXCEEDED, SHUTTING_DOWN, and what
+            :func:`kvxfer.core.resolve.check_blocks` raises.
+        """
+        if self._closing:
+            raise KvxferError(Reason.SHUTTING_DOWN, "the cache is being unregistered")
+        ttl = self._ttl(record.ttl)
+        check_publication(self._layout, record)
+        now = time.monotonic()
+        self.tick(now)
+        digests = {blocks.group: block_digest(blocks) for blocks in record.blocks}
+        digest = content_digest(record, digests)
+        entry = self._known.get(record.request_id)
+        if entry is not None and hmac.compare_digest(entry.digest, digest):
+            entry.lease.extend(now + ttl)
+            self._follow(entry.lease)
+            return entry.lease.left(now)
+        if entry is not None and (not entry.lease.ended or hmac.compare_digest(entry.lease.token, record.lease_token)):
+            ended = entry.lease.ended
+            advice = "use a fresh lease token" if ended else "withdraw it first, and wait until it has ended"
+            raise KvxferError(
+                Reason.REQUEST_ID_REUSED,
+                f"request {record.request_id} {'was' if ended else 'is'} published with other content; {advice}",
+                field="request_id",
+                request_id=record.request_id,
+            )
+        if self._live >= self._settings.max_leases:
+            raise KvxferError(
+                Reason.LIMIT_EXCEEDED,
+                f"{self._live} requests are published; the limit is {self._settings.max_leases}",
+                limit=self._settings.max_leases,
+            )
+        lease = Lease(
+            record.request_id,
+            record.lease_token,
+            digests,
+            record.num_tokens,
+            readers=record.readers,
+            published=now,
+            deadline=now + ttl,
+        )
+        self._numbers += 1
+        self._known.pop(record.request_id, None)  # the place of an ended one, which is last in line now
+        self._known[record.request_id] = _Entry(lease, digest, self._numbers)
+        self._live += 1
+        self.totals.published += 1
+        self.watchers.tell(lease)
+        for early in self._early.pop(record.request_id, ()):
+            if hmac.compare_digest(early.token, lease.token) and now < early.until:
+                with contextlib.suppress(KvxferError):  # one that contradicts the publication means nothing
+                    lease.close(early.key, early.readers, now, done=early.done)
+        self._settle(lease)
+        if (waiting := self._waiting.pop(record.request_id, None)) is not None:
+            waiting.set()
+        return lease.left(now)
+
+    def renew(self, request_id: str, token: bytes, ttl: float | None) -> float:
+        """Hold a request for ``ttl`` seconds from now at least.
+
+        :returns: seconds that are left.
+        :raises KvxferError: LEASE_UNKNOWN, LEASE_TOKEN_MISMATCH, LEASE_EXPIRED, FIELD_INVALID (ttl).
+        """
+        seconds = self._ttl(ttl)
+        now = time.monotonic()
+        lease = self._find(request_id, token, now)
+        lease.extend(now + seconds)
+        self._follow(lease)
+        return lease.left(now)
+
+    def withdraw(self, request_id: str, token: bytes) -> float | None:
+        """Offer a request's blocks no more.
+
+        :returns: how long granted reads may still go on, seconds; ``None``: the blocks may be freed now.
+        :raises KvxferError: LEASE_UNKNOWN, LEASE_TOKEN_MISMATCH.
+        """
+        now = time.monotonic()
+        lease = self._find(request_id, token, now)
+        lease.withdraw()
+        self._settle(lease)
+        return None if lease.ended else lease.held_for(now)
+
+    def _ttl(self, ttl: float | None) -> float:
+        chosen = self._settings.lease_ttl if ttl is None else ttl
+        if not 0 < chosen <= self._settings.max_lease_ttl:
+            raise KvxferError(
+                Reason.FIELD_INVALID,
+                f"ttl is {chosen} s; allowed are more than 0 and at most {self._settings.max_lease_ttl} s",
+                field="ttl",
+                value=chosen,
+                maximum=self._settings.max_lease_ttl,
+            )
+        return chosen
+
+    # -- what readers ask ------------------------------------------------------------------------------------------
+
+    async def open(self, record: OpenRead) -> Granted:
+        """A read is under way: see that the blocks are held for it, and keep them for a while.
+
+        :raises KvxferError: LEASE_UNKNOWN (also where other blocks are held), LEASE_TOKEN_MISMATCH, LEASE_EXPIRED,
+            FIELD_INVALID, LIMIT_EXCEEDED, SHUTTING_DOWN.
+        """
+        ref = record.ref
+        try:
+            if self._is_to_come(ref.request_id, ref.lease_token):
+                await self._await_publication(ref.request_id)
+            now = time.monotonic()
+            lease = self._find(ref.request_id, ref.lease_token, now)
+            check_promise(lease, record)
+            seconds = min(record.wanted or self._settings.read_grant, self._settings.read_grant)
+            settled = lease.open(_key(ref), ref.readers, seconds, now)
+        except KvxferError:
+            self.totals.refused += 1
+            raise
+        self.totals.opened += 1
+        self._settle(lease)
+        return Granted(seconds, min(now - lease.published, MAX_SECONDS), settled)
+
+    async def _await_publication(self, request_id: str) -> None:
+        """Workers learn of a request later than the scheduler that answers for it: wait a little."""
+        if self._closing:
+            raise KvxferError(Reason.SHUTTING_DOWN, "the cache is being unregistered")
+        if self._waiters >= MAX_WAITING:
+            return
+        event = self._waiting.setdefault(request_id, asyncio.Event())
+        self._waiters += 1
+        try:
+            await asyncio.wait_for(event.wait(), self._settings.publish_wait)
+        except asyncio.TimeoutError:
+            self._waiting.pop(request_id, None)
+        finally:
+            self._waiters -= 1
+        if self._closing:
+            raise KvxferError(Reason.SHUTTING_DOWN, "the cache is being unregistered")
+
+    def renew_read(self, ref: ReadRef, wanted: float | None) -> float:
+        """An open read goes on.
+
+        :returns: seconds granted from now.
+        :raises KvxferError: LEASE_UNKNOWN, LEASE_TOKEN_MISMATCH, LEASE_EXPIRED.
+        """
+        now = time.monotonic()
+        lease = self._find(ref.request_id, ref.lease_token, now)
+        seconds = min(wanted or self._settings.read_grant, self._settings.read_grant)
+        granted = lease.renew(_key(ref), seconds, self._settings.max_read, now)
+        self._follow(lease)
+        return granted
+
+    def close_read(self, record: CloseRead) -> None:
+        """A read has ended.
+
+        :raises KvxferError: LEASE_TOKEN_MISMATCH, FIELD_INVALID, LIMIT_EXCEEDED.
+        """
+        ref, done = record.ref, not record.will_retry
+        now = time.monotonic()
+        if self._is_to_come(ref.request_id, ref.lease_token):
+            self._keep_early(ref.request_id, _Early(ref.lease_token, _key(ref), ref.readers, done, now + EARLY_TTL))
+            return
+        lease = self._known[ref.request_id].lease
+        lease.check_token(ref.lease_token)
+        if record.outcome is not Outcome.DONE:
+            log.debug("read not done", request=ref.request_id, reader=ref.reader.engine_id, outcome=record.outcome.name)
+        lease.close(_key(ref), ref.readers, now, done=done)
+        self._settle(lease)
+
+    def finished(self, notice: ReadNotice) -> None:
+        """The transport says that a READ has completed; anybody may say so, and what does not fit means nothing."""
+        entry = self._known.get(notice.request_id)
+        if entry is None or not hmac.compare_digest(entry.lease.token, notice.lease_token):
+            return
+        reader = notice.reader
+        key = ReadKey(reader.engine_id, reader.rank, reader.incarnation, notice.transfer_id)
+        with contextlib.suppress(KvxferError):
+            entry.lease.finished(key, time.monotonic())
+        self._settle(entry.lease)
+
+    def _keep_early(self, request_id: str, early: _Early) -> None:
+        known = self._early.setdefault(request_id, [])
+        if any(e.key == early.key and e.token == early.token for e in known):
+            return
+        while len(self._earliest) >= MAX_EARLY:
+            self._drop_earliest()
+        known.append(early)
+        self._earliest.append((early.until, request_id))
+
+    def _drop_earliest(self) -> None:
+        until, request_id = self._earliest.popleft()
+        left = [e for e in self._early.get(request_id, ()) if e.until > until]
+        if left:
+            self._early[request_id] = left
+        else:
+            self._early.pop(request_id, None)
+
+    # -- time ------------------------------------------------------------------------------------------------------
+
+    def tick(self, now: float) -> None:
+        """Let time pass; ``now`` in monotonic seconds."""
+        while self._due and self._due[0][0] <= now:
+            _, request_id = heapq.heappop(self._due)
+            entry = self._known.get(request_id)
+            if entry is not None and not entry.lease.ended:
+                entry.lease.tick(now)
+                self._settle(entry.lease)
+        while self._earliest and self._earliest[0][0] <= now:
+            self._drop_earliest()
+
+    async def drain(self, timeout: float) -> bool:
+        """Withdraw everything, and wait until no granted read is open.
+
+        :returns: whether that was so within ``timeout`` seconds.
+        """
+        self._closing = True
+        for event in self._waiting.values():
+            event.set()
+        self._waiting.clear()
+        for entry in tuple(self._known.values()):
+            if not entry.lease.ended:
+                entry.lease.withdraw()
+                self._settle(entry.lease)
+        deadline = time.monotonic() + timeout
+        while self._live and (left := deadline - time.monotonic()) > 0:
+            self._changed.clear()
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._changed.wait(), min(left, 0.5))
+            self.tick(time.monotonic())
+        return not self._live
+
+    def close(self) -> None:
+        """End every stream."""
+        self.watchers.close()
+
+    # -- small things ----------------------------------------------------------------------------------------------
+
+    def _is_to_come(self, request_id: str, token: bytes) -> bool:
+        """Whether a request may still be published: it is unknown, or what is known of its ID has ended."""
+        entry = self._known.get(request_id)
+        return entry is None or (entry.lease.ended and not hmac.compare_digest(entry.lease.token, token))
+
+    def _find(self, request_id: str, token: bytes, now: float) -> Lease:
+        entry = self._known.get(request_id)
+        if entry is None:
+            raise KvxferError(
+                Reason.LEASE_UNKNOWN,
+                f"request {request_id} is not published here (or not any more)",
+                field="request_id",
+                request_id=request_id,
+            )
+        entry.lease.check_token(token)
+        if not entry.lease.ended:
+            entry.lease.tick(now)
+            self._settle(entry.lease)
+        return entry.lease
+
+    def _follow(self, lease: Lease) -> None:
+        heapq.heappush(self._due, (lease.due(), lease.request_id))
+
+    def _settle(self, lease: Lease) -> None:
+        """After anything that may have changed it: tell those who watch when it has ended."""
+        entry = self._known[lease.request_id]
+        if not lease.ended:
+            self._follow(lease)
+            return
+        if entry.told:
+            return
+        entry.told = True
+        self._live -= 1
+        name = lease.state.value.lower()
+        setattr(self.totals, name, getattr(self.totals, name) + 1)
+        self._changed.set()
+        self.watchers.tell(lease)
+        self._ended.append(lease.request_id)
+        while len(self._ended) > self._settings.kept_leases:
+            former = self._known.get(oldest := self._ended.popleft())
+            if former is not None and former.lease.ended:
+                del self._known[oldest]
+
+
+@dataclass
+class _Entry:
+    lease: Lease
+    digest: bytes
+    number: int
+    told: bool = False
+
+
+def _key(ref: ReadRef) -> ReadKey:
+    return ReadKey(ref.reader.engine_id, ref.reader.rank, ref.reader.incarnation, ref.transfer_id)

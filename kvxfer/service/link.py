@@ -1,0 +1,214 @@
+"""A reader's prepared way to one engine: whom it reads from, with what, and whether they still live."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, Protocol
+
+import structlog
+
+from kvxfer.core.errors import KvxferError, Reason
+from kvxfer.core.pairing import PairingOptions
+from kvxfer.core.plan import Plan, SourcePlan
+from kvxfer.wire.peer import CloseRead, ExchangeAnswer, ExchangeQuery, Granted, OpenRead, ReadRef
+from kvxfer.wire.requests import Target
+from kvxfer.xfer.api import Peer, Rows, TransferEngine
+
+if TYPE_CHECKING:
+    from kvxfer.service.links import Links
+
+log = structlog.get_logger()
+
+#: A peer's idle timeout is taken as at least and at most so many seconds.
+IDLE_BOUNDS: Final = (3.0, 600.0)
+#: A peer's attention is taken as at most so many seconds.
+MAX_ATTENTION: Final = 60.0
+
+
+class PeerClient(Protocol):
+    """One rank's KvPeer service.  Every call raises PEER_UNREACHABLE, or what the peer answered."""
+
+    @property
+    def address(self) -> str:
+        """Where it listens."""
+
+    async def exchange(self, query: ExchangeQuery, timeout: float) -> ExchangeAnswer:
+        """Introduce the reader, or say that it is alive; the answer is checked."""
+
+    async def goodbye(self, query: ExchangeQuery, timeout: float) -> None:
+        """The reader leaves."""
+
+    async def open_read(self, record: OpenRead, timeout: float) -> Granted:
+        """A read is under way; what is granted."""
+
+    async def renew_read(self, ref: ReadRef, wanted: float, timeout: float) -> float:
+        """A read goes on; seconds granted from before the call."""
+
+    async def close_read(self, record: CloseRead, timeout: float) -> None:
+        """A read has ended."""
+
+    async def wait_lost(self) -> None:
+        """Returns once an established connection breaks."""
+
+    async def close(self) -> None:
+        """Drop the connection."""
+
+
+#: Makes a client of the KvPeer service at an address; connects lazily.
+PeerConnector = Callable[[str], PeerClient]
+
+
+@dataclass(eq=False)
+class RemoteRank:
+    """One rank of the engine at the other end.
+
+    :param facts: without its memory.
+    :param groups: names of its groups.
+    :param attentive_until: it polls until then at least, monotonic seconds: later reads are announced first.
+    """
+
+    client: PeerClient
+    facts: ExchangeAnswer
+    groups: tuple[str, ...]
+    attentive_until: float = 0.0
+
+    @property
+    def attentive(self) -> bool:
+        """Whether a read may be posted unannounced."""
+        return time.monotonic() < self.attentive_until
+
+    def heard(self, asked: float) -> None:
+        """It has answered something that renews its attention, and that was sent at ``asked``; half of it is ours."""
+        self.attentive_until = max(self.attentive_until, asked + min(self.facts.attention, MAX_ATTENTION) / 2)
+
+    @property
+    def beat_interval(self) -> float:
+        """Seconds between two signs of life: three in the time after which the peer forgets its reader."""
+        low, high = IDLE_BOUNDS
+        return min(max(self.facts.idle_timeout, low), high) / 3
+
+    def lost(self, why: str) -> KvxferError:
+        """That it is lost."""
+        facts = self.facts
+        return KvxferError(
+            Reason.PEER_LOST,
+            f"rank {facts.rank} of engine {facts.engine_id} at {self.client.address} is lost: {why}",
+            engine_id=facts.engine_id,
+            rank=facts.rank,
+            address=self.client.address,
+            incarnation=facts.incarnation,
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class LinkSource:
+    """One rank that is read from, with the prepared descriptor lists of both sides."""
+
+    rank: RemoteRank
+    plan: SourcePlan
+    peer: Peer
+    local: Rows
+    remote: Rows
+
+    @property
+    def client(self) -> PeerClient:
+        """Its service."""
+        return self.rank.client
+
+    @property
+    def facts(self) -> ExchangeAnswer:
+        """Who it is."""
+        return self.rank.facts
+
+
+class Link:
+    """A reader's prepared way to one engine, with a transfer engine of its own.
+
+    Held by the table of links and by every transfer that uses it.  Its transfer engine is destroyed when the last one
+    lets go; or before, by :meth:`cut`, which is the only thing that stops a posted read, and so must not be shared with
+    reads from anybody else.
+
+    :param ranks: every rank of the engine.
+    :param sources: those that are read from.
+    """
+
+    def __init__(
+        self,
+        owner: Links,
+        engine: TransferEngine,
+        target: Target,
+        options: PairingOptions,
+        plan: Plan,
+        ranks: tuple[RemoteRank, ...],
+        sources: tuple[LinkSource, ...],
+    ) -> None:
+        self._owner = owner
+        self.engine: Final = engine
+        self.target: Final = target
+        self.options: Final = options
+        self.plan: Final = plan
+        self.ranks: Final = ranks
+        self.sources: Final = sources
+        self._incarnations = {r.facts.rank.number: r.facts.incarnation for r in ranks}
+        self.lost: Final[asyncio.Future[KvxferError]] = asyncio.get_running_loop().create_future()
+        self._users = 1
+        self._watchers = [asyncio.ensure_future(self._watch(s.rank)) for s in sources]
+
+    @property
+    def alive(self) -> bool:
+        """Whether reads may still be tried."""
+        return not self.lost.done()
+
+    def serves(self, target: Target, options: PairingOptions | None) -> bool:
+        """Whether this link is what a handshake with ``target`` would give."""
+        return (
+            self.alive
+            and (options is None or options == self.options)
+            and {(r.rank, r.address) for r in target.ranks} == {(r.rank, r.address) for r in self.target.ranks}
+            and all(r.incarnation in ("", self._incarnations[r.rank.number]) for r in target.ranks)
+        )
+
+    def lose(self, error: KvxferError) -> None:
+        """A source is gone: nothing new is read over this link, and reads under way fail."""
+        if not self.lost.done():
+            log.warning("peer lost", engine=self.target.engine_id, reason=error.reason.value, detail=error.message)
+            self.lost.set_result(error)
+            self._owner.drop(self)
+
+    def hold(self) -> None:
+        """One more user."""
+        self._users += 1
+
+    def let_go(self) -> None:
+        """One user less; the last one gives everything back."""
+        self._users -= 1
+        if self._users == 0:
+            for watcher in self._watchers:
+                watcher.cancel()
+            self._owner.in_background(self._owner.give_back(self))
+
+    async def cut(self, why: KvxferError) -> None:
+        """Destroy the transfer engine, and with it every read that is posted over this link."""
+        self.lose(why)
+        await self.engine.close(0.0)
+
+    async def _watch(self, rank: RemoteRank) -> None:
+        """Tell a source now and then that its reader is alive; notice when it is not."""
+        lost = asyncio.ensure_future(rank.client.wait_lost())
+        try:
+            while True:
+                await asyncio.wait([lost], timeout=rank.beat_interval)
+                if lost.done():
+                    self.lose(rank.lost("its connection broke"))
+                    return
+                await self._owner.beat(rank)
+        except KvxferError as error:
+            self.lose(rank.lost(str(error)))
+        except Exception as error:  # a link that nobody watches would never be lost
+            log.exception("watching a peer failed", peer=rank.client.address)
+            self.lose(rank.lost(repr(error)))
+        finally:
+            lost.cancel()

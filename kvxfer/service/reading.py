@@ -1,0 +1,167 @@
+"""One source's share of a read: post it, have it granted, keep it granted, and see whether what arrived counts.
+
+A READ cannot be refused by the side that it reads from.  So it is posted and announced (OpenRead) at the same moment,
+and its bytes count only if that side answers that it holds exactly these blocks for this request, *and* the READ began
+after they were published, *and* it ended inside the time that was granted.  No clock of one machine is compared with
+that of another; what is compared is how long things took:
+
+- granted time counts from before the call that asked for it, which is earlier than the moment of granting;
+- the answer tells for how long the blocks have been published.  If that is at least as long as the time from posting to
+  the answer's arrival, then the READ was posted after they were.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from kvxfer.core.errors import KvxferError, Reason
+from kvxfer.service.link import LinkSource, PeerClient
+from kvxfer.service.transfer import Live
+from kvxfer.wire.peer import OpenRead, ReadRef
+from kvxfer.xfer.api import ReadResult, TransferEngine
+
+
+def clock() -> float:
+    """Seconds on a clock that also runs while this machine is suspended: the other one's may not have been."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+@dataclass
+class _Grant:
+    """The blocks stay as they are until ``until`` on :func:`clock`; it was given for ``seconds``."""
+
+    seconds: float
+    until: float
+
+    def check(self, ended: float) -> None:
+        """Whether what was read by ``ended`` counts.
+
+        :raises KvxferError: LEASE_EXPIRED.
+        """
+        if ended > self.until:
+            late = ended - self.until
+            raise KvxferError(
+                Reason.LEASE_EXPIRED,
+                f"the read ended {late:.3f} s after the time that the source had granted",
+                granted_s=self.seconds,
+                late_s=round(late, 6),
+            )
+
+
+async def read_source(
+    engine: TransferEngine,
+    live: Live,
+    record: OpenRead,
+    first: asyncio.Future[ReadResult] | None,
+    posted: float,
+    timeout: float,
+    opened: Callable[[], None],
+) -> ReadResult:
+    """From announcing a read until its bytes count.
+
+    :param first: the read, where it was posted already.
+    :param posted: when, on :func:`clock`; at the latest, so from before.
+    :param timeout: seconds; the caller gives up by then.
+    :param opened: called once the source has granted it.
+    :raises KvxferError: what the source or the transfer engine answered; LEASE_EXPIRED where the read took longer than
+        was granted; TRANSFER_FAILED where it cannot be told to be newer than the publication.
+    """
+    opening = asyncio.ensure_future(_open(live.source, record, timeout))
+    moving = first
+    try:
+        grant, published, settled = await _unless_failed(opening, first)
+        opened()
+        if moving is None:
+            moving = engine.submit(live.read)
+        elif published < clock() - posted:
+            if settled:
+                raise KvxferError(
+                    Reason.TRANSFER_FAILED,
+                    f"it took {clock() - posted:.3f} s to confirm a read of blocks that were published "
+                    f"{published:.3f} s before; they may have been read too early",
+                )
+            # It may have read what was there before the request was published; what was there did no harm, it is
+            # overwritten now.  Under the same grant: the source takes only CloseRead for its end.
+            await moving
+            live.read = await live.again()
+            moving = engine.submit(live.read)
+        return await _finish(moving, grant, live.source.client, record.ref, timeout)
+    finally:
+        leave(opening, moving)
+
+
+async def _open(source: LinkSource, record: OpenRead, timeout: float) -> tuple[_Grant, float, bool]:
+    asked, attention = clock(), time.monotonic()
+    answer = await source.client.open_read(record, timeout)
+    source.rank.heard(attention)
+    return _Grant(answer.seconds, asked + answer.seconds), answer.published, answer.settled
+
+
+async def _unless_failed(
+    opening: asyncio.Future[tuple[_Grant, float, bool]], read: asyncio.Future[ReadResult] | None
+) -> tuple[_Grant, float, bool]:
+    """The answer; a read that fails before it comes settles the matter."""
+    if read is not None:
+        both: list[asyncio.Future[Any]] = [opening, read]
+        await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+        if not opening.done():
+            read.result()  # raises where it has failed
+    return await opening
+
+
+async def _finish(
+    moving: asyncio.Future[ReadResult], grant: _Grant, client: PeerClient, ref: ReadRef, timeout: float
+) -> ReadResult:
+    """Wait for a granted read, renewing as it goes on."""
+    ended = 0.0
+
+    def stamp(_: asyncio.Future[Any]) -> None:
+        nonlocal ended
+        ended = clock()
+
+    moving.add_done_callback(stamp)
+    while not moving.done():
+        await asyncio.wait([moving], timeout=max(0.0, min(grant.seconds / 3, grant.until - clock())))
+        if not moving.done():
+            grant.check(clock())
+            await _renew(moving, grant, client, ref, timeout)
+    result = moving.result()
+    grant.check(ended or clock())
+    return result
+
+
+async def _renew(
+    moving: asyncio.Future[ReadResult], grant: _Grant, client: PeerClient, ref: ReadRef, timeout: float
+) -> None:
+    """Ask for more time, while the read goes on; one that ends meanwhile needs none."""
+    asked = clock()
+    renewing = asyncio.ensure_future(client.renew_read(ref, timeout, max(0.001, grant.until - asked)))
+    both: list[asyncio.Future[Any]] = [moving, renewing]
+    await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+    if not renewing.done():
+        leave(renewing)
+        return
+    try:
+        grant.until = max(grant.until, asked + renewing.result())
+    except KvxferError as error:
+        if not error.spec.retry:
+            raise
+        # It is tried again until the time that was granted is over.
+
+
+def leave(*waiting: asyncio.Future[Any] | None) -> None:
+    """Wait no longer, whatever comes of it; of a posted read this ends the waiting only."""
+    for future in waiting:
+        if future is not None:
+            future.cancel()
+            future.add_done_callback(_looked_at)
+
+
+def _looked_at(ended: asyncio.Future[Any]) -> None:
+    """Asyncio complains about failures that nobody has looked at."""
+    if not ended.cancelled():
+        ended.exception()
