@@ -10,7 +10,9 @@ import pytest
 
 from kvxfer.core.errors import Reason
 from kvxfer.pb import transfer_pb2 as pb
+from kvxfer.wire.tickets import ticket_from_pb
 from tests.support.clients import EngineProcess, Task
+from tests.support.engines import publication
 from tests.support.errors import refused
 from tests.support.plain import PlainEngine
 from tests.support.processes import SidecarProcess, sidecars, until
@@ -79,13 +81,13 @@ def test_a_killed_p_engine_with_memory_of_no_name(scene: Scene) -> None:
     """A memfd outlives the engine that made it: D still reads what was promised."""
     task = Task(str(scene.p_side.socket), "mortal", str(scene.p_side.directory), SMALL, 77)
     engine = EngineProcess(task)
-    ticket = scene.p.ticket(FEW)
-    request = scene.d.request(ticket, FEW)
-    request.spec.ticket.engine_id = "mortal"
-    request.spec.ticket.ranks[0].incarnation = engine.registered.incarnation
     for transfer_id in ("before", "after"):
+        request = scene.d.request(scene.p.ticket(FEW), FEW, transfer_id=transfer_id)
+        request.spec.ticket.engine_id = "mortal"
+        request.spec.ticket.ranks[0].incarnation = engine.registered.incarnation
+        ticket = ticket_from_pb(request.spec.ticket)
+        scene.p_side.stub.PublishBlocks(publication("mortal", ticket), timeout=DEADLINE)
         scene.d.blocks[FEW] = 0
-        request.spec.transfer_id = transfer_id
         scene.d_side.stub.ReadBlocks(request, timeout=DEADLINE)
         assert (scene.d.blocks[FEW] == 77).all()
         if transfer_id == "before":

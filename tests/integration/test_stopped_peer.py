@@ -98,10 +98,11 @@ def test_p_sidecar_killed_in_the_middle_of_a_read(four: list[SidecarProcess]) ->
     labels = Labels()
     p, p2, d = engine("p", four[0], labels), engine("p2", four[1], labels), engine("d", four[2], labels)
     read(d, p)
+    caught, other = request(d, p, wait=False, transfer_id="caught"), request(d, p2)
     with stopped(four[0]):
-        d.processes[0].stub.ReadBlocks(request(d, p, wait=False, transfer_id="caught"), timeout=10)
+        d.processes[0].stub.ReadBlocks(caught, timeout=10)
         assert transfer_of(d, "caught").state == pb.TRANSFER_STATE_POSTED
-        busy = refused(d, request(d, p2))
+        busy = refused(d, other)
         assert busy.reason is Reason.LOCAL_BLOCK_BUSY
         four[0].kill()
     until(lambda: transfer_of(d, "caught").state == pb.TRANSFER_STATE_FAILED, 20, "the failure")
@@ -117,12 +118,13 @@ def test_a_stopped_p_runs_into_the_deadline_and_drains(four: list[SidecarProcess
     read(d, p)
     message = request(d, p, transfer_id="slow")
     message.timeout.FromMilliseconds(500)
+    other = request(d, p)
     with stopped(four[0]):
         error = refused(d, message, within=10)
         assert error.reason is Reason.DEADLINE_EXCEEDED
         assert error.metadata["quiesced"] == "false"
         assert transfer_of(d, "slow").state == pb.TRANSFER_STATE_DRAINING
-        busy = refused(d, request(d, p))
+        busy = refused(d, other)
         assert busy.reason is Reason.LOCAL_BLOCK_BUSY
     until(lambda: transfer_of(d, "slow").quiesced, 20, "quiescence")
     assert transfer_of(d, "slow").state == pb.TRANSFER_STATE_FAILED
@@ -160,10 +162,9 @@ def test_d_engine_killed_in_the_middle_of_its_read(four: list[SidecarProcess]) -
     labels = Labels()
     p, d = engine("p", four[0], labels), engine("d", four[2], labels)
     read(d, p)
-    with stopped(four[0]):
-        message = request(d, p, transfer_id="orphan").SerializeToString()
-        with engine_process(four[2], "ReadBlocks", message) as child:
-            until(lambda: four[2].status().counts.posted == 1, 20, "posting")
-            child.kill()
+    message = request(d, p, transfer_id="orphan").SerializeToString()
+    with stopped(four[0]), engine_process(four[2], "ReadBlocks", message) as child:
+        until(lambda: four[2].status().counts.posted == 1, 20, "posting")
+        child.kill()
     until(lambda: transfer_of(d, "orphan").state == pb.TRANSFER_STATE_DONE, 20, "the end of the read")
     read(d, p, seed=9)

@@ -11,7 +11,7 @@ from kvxfer.core.layout import Axis, AxisKind, CacheLayout, Component, Group, Gr
 from kvxfer.core.resolve import BlockList
 from kvxfer.pb import transfer_pb2 as pb
 from kvxfer.wire.tickets import Ticket
-from tests.support.engines import Bytes, Member, SharedRegions, make_ticket, read_request, registration
+from tests.support.engines import Bytes, Member, SharedRegions, make_ticket, publication, read_request, registration
 from tests.support.fleet import Worker
 
 #: Bytes of a block, which is one token.
@@ -55,7 +55,10 @@ class PlainEngine:
             block[:] = np.roll(noise, i)
 
     def ticket(self, ids: Sequence[int]) -> Ticket:
-        return make_ticket(self.engine_id, [self.member], (BlockList("attn", np.array(ids)),), len(ids))
+        """For one read by one rank; its request is published."""
+        ticket = make_ticket(self.engine_id, [self.member], (BlockList("attn", np.array(ids)),), len(ids))
+        self.worker.stub.PublishBlocks(publication(self.engine_id, ticket), timeout=10)
+        return ticket
 
     def request(
         self, ticket: Ticket, ids: Sequence[int], *, transfer_id: str = "", wait: bool = True
