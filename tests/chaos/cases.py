@@ -183,7 +183,7 @@ CASES: tuple[Case, ...] = (
     # D's sidecar, stopped until P's hold has ended and P has put something else into the blocks: what D finds when it
     # wakes must not count.
     Case(
-        *(Who.D_SIDECAR, Fault.STOP, Phase.HANDSHAKE, MISSED, SLACK, EXPIRED),
+        *(Who.D_SIDECAR, Fault.STOP, Phase.HANDSHAKE, MISSED | outcomes(UNKNOWN), SLACK, EXPIRED),
         caller=outcomes(NO_ANSWER),
         hold=SHORT_HOLD,
     ),

@@ -18,7 +18,7 @@ from kvxfer.core.resolve import BlockList
 from kvxfer.pb import transfer_pb2 as pb
 from kvxfer.wire.tickets import Ticket
 from tests.chaos.census import Census, assert_no_leaks, census
-from tests.chaos.engines import Engine, Pending
+from tests.chaos.engines import Engine, Pending, outcome_of
 from tests.support.engines import make_ticket, publication
 from tests.support.processes import SidecarProcess
 
@@ -28,6 +28,9 @@ FEW = (1, 3, 5)
 EVERY = range(LARGE)
 
 _numbers = itertools.count(1)
+
+#: How a first read over a connection that has broken meanwhile may fail.
+AGAIN = ("PEER_LOST", "PEER_UNREACHABLE")
 
 FINAL = (pb.TRANSFER_STATE_DONE, pb.TRANSFER_STATE_FAILED, pb.TRANSFER_STATE_CANCELLED)
 
@@ -47,6 +50,7 @@ class Stage:
         dead = [side for side in self if side.process.poll() is not None]
         for side in dead:
             side.settings.pop("peer_port", None)
+            side.log_path.unlink(missing_ok=True)  # how it died was the case's matter
             side.start()
         for side in dead:
             side.ready()
@@ -83,7 +87,7 @@ def is_connected(side: SidecarProcess, address: str) -> bool:
     """Whether a sidecar has a TCP connection to an address."""
     host, _, port = address.rpartition(":")
     return any(
-        c.status == psutil.CONN_ESTABLISHED and c.raddr and (c.raddr.ip, str(c.raddr.port)) == (host, port)
+        c.status == psutil.CONN_ESTABLISHED and c.raddr and (c.raddr.ip.removeprefix("::ffff:"), str(c.raddr.port)) == (host, port)
         for c in psutil.Process(side.pid).net_connections("tcp")
     )
 
@@ -188,11 +192,20 @@ class Play:
             assert (self.d.blocks[into] == self.third.blocks[list(FEW)]).all()
         return time.monotonic() - began
 
-    def read_again(self) -> float:
-        """From P to D, whoever of them was restarted; seconds."""
-        began = time.monotonic()
-        self.d.read(self.p, FEW, timeout=30)
-        return time.monotonic() - began
+    def read_again(self) -> str:
+        """From P to D, whoever of them was restarted.
+
+        :returns: why the first try failed, where it did: a connection that broke while nobody used it is found broken
+            by the first that does.  That may be told once, as what may be tried again.
+        """
+        try:
+            self.d.read(self.p, FEW, timeout=30)
+        except grpc.RpcError as error:
+            reason = outcome_of(error)
+            assert reason in AGAIN, f"the first read afterwards: {reason}"
+            self.d.read(self.p, FEW, timeout=30)
+            return reason
+        return ""
 
     def restart(self, engine: Engine) -> Engine:
         """A new process for an engine that was killed, with new memory under the old name."""
