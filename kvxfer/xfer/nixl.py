@@ -199,6 +199,10 @@ class NixlDriver:
             # here: this agent then refuses that name for good (other names are unaffected).  Hence the digest around
             # the blob on the wire, and a fresh name for every incarnation.
             self._forget(expected_name)
+            if type(caught).__name__ == "nixlBackendError":
+                # The blob was read; UCX could not do anything with what it says: its ports are not reachable.
+                what = "no connection to the peer's transfer library"
+                raise _translate(caught, Reason.PEER_UNREACHABLE, what, peer=expected_name) from None
             what = "the peer's metadata could not be loaded"
             raise _translate(caught, Reason.PEER_METADATA_INVALID, what, peer=expected_name) from None
         found = loaded.decode("utf-8", "replace") if isinstance(loaded, bytes) else str(loaded)

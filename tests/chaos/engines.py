@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import grpc
 
@@ -30,6 +30,9 @@ from tests.support.plain import BLOCK, PlainEngine
 from tests.support.processes import SidecarProcess
 
 _SPAWN = multiprocessing.get_context("spawn")
+
+#: Nothing happens to a transfer in these any more.
+FINAL = (pb.TRANSFER_STATE_DONE, pb.TRANSFER_STATE_FAILED, pb.TRANSFER_STATE_CANCELLED)
 
 #: What a caller sees where no sidecar answers it.
 SIDECAR_GONE = "SIDECAR_GONE"
@@ -150,12 +153,22 @@ class ChildWorker:
         self.stub: Any = ChildCalls(side.socket, blocks)
 
 
+class Side(Protocol):
+    """A sidecar as its engine sees it."""
+
+    @property
+    def directory(self) -> Path: ...
+    @property
+    def stub(self) -> transfer_pb2_grpc.KvTransferStub: ...
+
+
 class Engine(PlainEngine):
     """An engine of this process or, with ``mortal``, of one of its own."""
 
-    def __init__(self, engine_id: str, side: SidecarProcess, blocks: int, *, mortal: bool = False) -> None:
+    def __init__(self, engine_id: str, side: Side, blocks: int, *, mortal: bool = False) -> None:
         self.side = side
         if mortal:
+            assert isinstance(side, SidecarProcess)
             worker = ChildWorker(side, blocks)
             self.calls: ChildCalls | None = worker.stub
             super().__init__(engine_id, worker, blocks, SharedRegions([worker.stub.region]))

@@ -18,7 +18,7 @@ from kvxfer.core.resolve import BlockList
 from kvxfer.pb import transfer_pb2 as pb
 from kvxfer.wire.tickets import Ticket
 from tests.chaos.census import Census, assert_no_leaks, census
-from tests.chaos.engines import Engine, Pending, outcome_of
+from tests.chaos.engines import FINAL, Engine, Pending, outcome_of
 from tests.support.engines import make_ticket, publication
 from tests.support.processes import SidecarProcess
 
@@ -31,8 +31,6 @@ _numbers = itertools.count(1)
 
 #: How a first read over a connection that has broken meanwhile may fail.
 AGAIN = ("PEER_LOST", "PEER_UNREACHABLE")
-
-FINAL = (pb.TRANSFER_STATE_DONE, pb.TRANSFER_STATE_FAILED, pb.TRANSFER_STATE_CANCELLED)
 
 
 class Stage:
@@ -223,14 +221,14 @@ class Play:
 
     # -- the end -------------------------------------------------------------------------------------------------------
 
-    def finish(self, survivors: Sequence[SidecarProcess]) -> None:
+    def finish(self, survivors: Sequence[SidecarProcess], seconds: float = 15.0) -> None:
         """Take everything away again; nothing may be left."""
         for engine in (self.d, self.third, self.p):
             engine.unregister()
         for engine in self.engines:
             engine.disconnect()
         for side in survivors:
-            assert_no_leaks(side, self.before[side.pid])
+            assert_no_leaks(side, self.before[side.pid], seconds)
 
     def close(self) -> None:
         """Whatever has happened."""

@@ -31,6 +31,10 @@ SLOW, SLOW_SECONDS = "200mbit", LARGE * 8.388608 / 200
 SILENCE = 3.0
 
 
+#: Seconds until the peer listener drops a connection whose other end has vanished (see kvxfer/sidecar.py).
+KEEPALIVE = 30.0
+
+
 class MakeFault(Protocol):
     def __call__(self, network: Network) -> AbstractContextManager[None]: ...
 
@@ -100,7 +104,8 @@ def nothing(network: Network) -> AbstractContextManager[None]:
 
 
 OK = outcomes(DONE)
-SILENT = outcomes("PEER_LOST PEER_UNREACHABLE TRANSFER_FAILED")
+#: The grants of these sidecars are as short as the silence that UCX waits for: what ends first is told.
+SILENT = outcomes("PEER_LOST PEER_UNREACHABLE TRANSFER_FAILED LEASE_EXPIRED")
 UNMET = outcomes("PEER_UNREACHABLE DEADLINE_EXCEEDED PEER_LOST")
 #: A read that failed is closed with "may read again": the hold goes on until its time is over.
 HELD = outcomes("HELD EXPIRED")
@@ -224,7 +229,7 @@ def try_it(case: Case, scene: Scene, play: Play, slowness: ExitStack) -> Row:
     slowness.close()
     if first := play.read_again():
         remarks.append(f"the next read: {first} once, then as ever")
-    play.finish(list(scene.stage))
+    play.finish(list(scene.stage), KEEPALIVE + SLACK)
     return Row(case.name, case.phase, saw, after, lease, third, "; ".join(remarks))
 
 

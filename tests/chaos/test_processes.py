@@ -26,9 +26,9 @@ from tests.chaos.cases import (
     Phase,
     Who,
 )
-from tests.chaos.engines import Pending
+from tests.chaos.engines import FINAL, Pending
 from tests.chaos.report import Row
-from tests.chaos.stage import FINAL, Play, Stage, is_connected, wake
+from tests.chaos.stage import Play, Stage, is_connected, wake
 from tests.support.processes import until
 
 pytestmark = [pytest.mark.nixl, pytest.mark.timeout(120)]

@@ -114,6 +114,12 @@ class SidecarProcess:
         """The peer service at ``address``."""
         return peer_pb2_grpc.KvPeerStub(self.peer_channel(address))
 
+    def steady_channel(self) -> grpc.Channel:
+        """A channel to the engine listener that outlives restarts; its owner closes it."""
+        channel = self._channel(f"unix:{self.socket}")
+        self._channels.remove(channel)
+        return channel
+
     def _channel(self, target: str) -> grpc.Channel:
         options = [
             ("grpc.max_receive_message_length", 1 << 28),
