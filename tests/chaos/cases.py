@@ -118,7 +118,9 @@ CASES: tuple[Case, ...] = (
     # P's engine: its memory and its promises are its sidecar's by now, and nobody notices.  What it has not published
     # by then nobody gets.
     Case(Who.P_ENGINE, Fault.KILL, Phase.HANDSHAKE, OK, 10, RELEASED),
-    Case(Who.P_ENGINE, Fault.KILL, Phase.OPEN, outcomes("LEASE_UNKNOWN"), PUBLISH_WAIT + SLACK, outcomes("UNPUBLISHED")),
+    Case(
+        Who.P_ENGINE, Fault.KILL, Phase.OPEN, outcomes("LEASE_UNKNOWN"), PUBLISH_WAIT + SLACK, outcomes("UNPUBLISHED")
+    ),
     Case(Who.P_ENGINE, Fault.KILL, Phase.POSTED, OK, 10, RELEASED),
     Case(Who.P_ENGINE, Fault.KILL, Phase.HALF, OK, 10, RELEASED, ci=True),
     Case(Who.P_ENGINE, Fault.KILL, Phase.CLOSING, OK, 1, RELEASED),

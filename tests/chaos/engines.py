@@ -1,7 +1,7 @@
 """Engines to be killed and stopped, and calls whose answers are awaited with a deadline.
 
-An engine that is to die is a process of its own, which owns the memory (a memfd) and makes the calls.  The test maps the
-same memory, so that it can look at it whatever becomes of the process.
+An engine that is to die is a process of its own, which owns the memory (a memfd) and makes the calls.  The test maps
+the same memory, so that it can look at it whatever becomes of the process.
 """
 
 from __future__ import annotations

@@ -295,7 +295,9 @@ class Soak:
         """UCX aborts a process now and then that was stopped."""
         for side, process in self.sides.items():
             if process.process.poll() is not None:
-                self.figures.faults[f"{side.upper()}'s sidecar aborted by UCX (status {process.process.returncode})"] += 1
+                self.figures.faults[
+                    f"{side.upper()}'s sidecar aborted by UCX (status {process.process.returncode})"
+                ] += 1
                 self._restart(side)
 
     # -- rest ----------------------------------------------------------------------------------------------------------

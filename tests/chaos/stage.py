@@ -84,8 +84,9 @@ def wake(pid: int) -> None:
 def is_connected(side: SidecarProcess, address: str) -> bool:
     """Whether a sidecar has a TCP connection to an address."""
     host, _, port = address.rpartition(":")
+    ends = (host, int(port))
     return any(
-        c.status == psutil.CONN_ESTABLISHED and c.raddr and (c.raddr.ip.removeprefix("::ffff:"), str(c.raddr.port)) == (host, port)
+        c.status == psutil.CONN_ESTABLISHED and c.raddr and (c.raddr.ip.removeprefix("::ffff:"), c.raddr.port) == ends
         for c in psutil.Process(side.pid).net_connections("tcp")
     )
 
