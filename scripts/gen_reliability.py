@@ -8,13 +8,18 @@ import sys
 from collections.abc import Mapping
 from enum import Enum
 from pathlib import Path
+from typing import TypeVar
 
 from kvxfer.core import leases, transfers
 
 DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "reliability.md"
 
 
-def state_table(transitions: Mapping[tuple[Enum, Enum], Enum], states: type[Enum], events: type[Enum]) -> str:
+S = TypeVar("S", bound=Enum)
+E = TypeVar("E", bound=Enum)
+
+
+def state_table(transitions: Mapping[tuple[S, E], S], states: type[S], events: type[E]) -> str:
     """States down, events across."""
     head = ["", *(f"`{event.value}`" for event in events)]
     rows = []
@@ -26,7 +31,7 @@ def state_table(transitions: Mapping[tuple[Enum, Enum], Enum], states: type[Enum
     return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n\n" + told + "\n"
 
 
-def meanings(events: type[Enum]) -> list[tuple[Enum, str]]:
+def meanings(events: type[E]) -> list[tuple[E, str]]:
     """What each event is, from the string below it in the source."""
     source = Path(sys.modules[events.__module__].__file__ or "").read_text(encoding="utf-8")
     body = source[source.index(f"class {events.__name__}(") :]
