@@ -88,7 +88,15 @@ class Settings(BaseSettings):
     # -- limits
     max_registrations: int = Field(8, ge=1, le=1024, description="Engines registered at once.")
     max_transfers: int = Field(4096, ge=1, le=1_000_000, description="Transfers that are not finished, per engine.")
+    max_transfers_per_peer: int = Field(1024, ge=1, le=1_000_000, description="Of them from one remote engine.")
     max_bytes_in_flight: int = Field(64 * 2**30, ge=2**20, description="Bytes posted and not finished, per engine.")
+    max_bytes_in_flight_per_peer: int = Field(32 * 2**30, ge=2**20, description="Of them from one remote engine.")
+    max_peers: int = Field(
+        256,
+        ge=1,
+        le=16_384,
+        description="Remote engines that an engine may read from at once; each takes its own agents.",
+    )
     max_descriptors: int = Field(8_388_608, ge=1, le=2**31 - 1, description="Descriptors that one read may name.")
     max_leases: int = Field(65_536, ge=1, description="Published requests held at once, per engine.")
     kept_transfers: int = Field(4096, ge=0, description="Finished transfers that GetTransfer still knows, per engine.")

@@ -69,7 +69,7 @@ def nixl_engine(settings: Settings) -> EngineFactory:
 
     def make(name: str, on_notification: NotificationHandler | None) -> TransferEngine:
         first = NixlEngine(name, on_notification, settings=chosen)
-        if on_notification is not None or settings.lanes == 1:  # only reading is split
+        if on_notification is not None:  # only reading is split
             return first
         return LanedEngine((first, *(NixlEngine(f"{name}.{i}", settings=chosen) for i in range(1, settings.lanes))))
 

@@ -2285,6 +2285,7 @@ class Counts(_message.Message):
     LEASES_EXPIRED_FIELD_NUMBER: _builtins.int
     LEASES_WITHDRAWN_FIELD_NUMBER: _builtins.int
     READS_REFUSED_FIELD_NUMBER: _builtins.int
+    LIMITED_FIELD_NUMBER: _builtins.int
     prepared: _builtins.int
     """OUTPUT.  Transfers in PREPARED now."""
     posted: _builtins.int
@@ -2313,6 +2314,8 @@ class Counts(_message.Message):
     """OUTPUT.  That ended WITHDRAWN."""
     reads_refused: _builtins.int
     """OUTPUT.  Peers' reads that were not granted."""
+    limited: _builtins.int
+    """OUTPUT.  Calls that found no room for another transfer, for its bytes, or for another remote engine."""
     def __init__(
         self,
         *,
@@ -2330,10 +2333,11 @@ class Counts(_message.Message):
         leases_expired: _builtins.int = ...,
         leases_withdrawn: _builtins.int = ...,
         reads_refused: _builtins.int = ...,
+        limited: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_in_flight", b"bytes_in_flight", "bytes_read", b"bytes_read", "cancelled", b"cancelled", "done", b"done", "draining", b"draining", "failed", b"failed", "leases_expired", b"leases_expired", "leases_released", b"leases_released", "leases_withdrawn", b"leases_withdrawn", "posted", b"posted", "prepared", b"prepared", "published", b"published", "reads_open", b"reads_open", "reads_refused", b"reads_refused"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_in_flight", b"bytes_in_flight", "bytes_read", b"bytes_read", "cancelled", b"cancelled", "done", b"done", "draining", b"draining", "failed", b"failed", "leases_expired", b"leases_expired", "leases_released", b"leases_released", "leases_withdrawn", b"leases_withdrawn", "limited", b"limited", "posted", b"posted", "prepared", b"prepared", "published", b"published", "reads_open", b"reads_open", "reads_refused", b"reads_refused"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

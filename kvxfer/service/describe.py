@@ -211,7 +211,8 @@ def add_counts(counts: pb.Counts, registration: Registration) -> None:
     counts.failed += totals.failed
     counts.cancelled += totals.cancelled
     counts.bytes_read += totals.bytes_read
-    counts.bytes_in_flight += totals.bytes_in_flight
+    counts.bytes_in_flight += registration.transfers.bytes_in_flight
+    counts.limited += registration.transfers.limited + registration.links.limited
     counts.published += len(registration.leases)
     ended = registration.leases.totals
     counts.leases_released += ended.released

@@ -48,6 +48,8 @@ class Links:
         self._registration = registration
         self._connect = connect
         self._settings = settings
+        #: How often there was no room for another engine.
+        self.limited = 0
         self._links: dict[str, Link] = {}
         self._open: set[Link] = set()
         self._attempts: dict[str, tuple[object, asyncio.Task[Link]]] = {}
@@ -88,6 +90,7 @@ class Links:
                 await asyncio.wait([running[1]])
                 continue
             if running is None:
+                self._make_room(target.engine_id)
                 agreed = options or (link.options if link is not None else PairingOptions())
                 task = asyncio.ensure_future(
                     self._bounded_attempt(target, agreed, max(timeout, self._settings.handshake_timeout))
@@ -99,6 +102,25 @@ class Links:
             if running[1].cancelled():
                 raise KvxferError(Reason.SHUTTING_DOWN, "the cache was unregistered during the handshake")
             return running[1].result()
+
+    def _make_room(self, engine_id: str) -> None:
+        """Let go of the idle link that was used least recently, where there are too many.
+
+        :raises KvxferError: LIMIT_EXCEEDED where all are in use.
+        """
+        others = {*self._links, *self._attempts} - {engine_id}
+        if len(others) < self._settings.max_peers:
+            return
+        idle = [link for name, link in self._links.items() if link.idle and name not in self._attempts]
+        if not idle:
+            self.limited += 1
+            raise KvxferError(
+                Reason.LIMIT_EXCEEDED,
+                f"this engine reads from {len(others)} others; the limit is {self._settings.max_peers} (max_peers)",
+                limit_name="max_peers",
+                limit=self._settings.max_peers,
+            )
+        self.drop(min(idle, key=lambda link: link.used))
 
     def _ended(self, engine_id: str, task: asyncio.Task[Link]) -> None:
         del self._attempts[engine_id]

@@ -24,6 +24,7 @@ from kvxfer.core.resolve import Request, SourceRead, resolve
 from kvxfer.core.transfers import Event, State
 from kvxfer.service.link import Link, LinkSource, RemoteRank
 from kvxfer.service.reading import clock, leave, read_source
+from kvxfer.service.room import Room
 from kvxfer.service.settings import ServiceSettings
 from kvxfer.service.transfer import Live, Part, Totals, Transfer
 from kvxfer.service.watch import Watchers
@@ -61,8 +62,30 @@ class Transfers:
         self._tasks: set[asyncio.Task[None]] = set()
         self._numbers = itertools.count(1)
         self._closing = False
+        self._transfers = Room(
+            "transfers",
+            ("max_transfers", "max_transfers_per_peer"),
+            settings.max_transfers,
+            settings.max_transfers_per_peer,
+        )
+        self._bytes = Room(
+            "bytes",
+            ("max_bytes_in_flight", "max_bytes_in_flight_per_peer"),
+            settings.max_bytes_in_flight,
+            settings.max_bytes_in_flight_per_peer,
+        )
         self.watchers: Final[Watchers[Transfer]] = Watchers()
         self.totals: Final = Totals()
+
+    @property
+    def bytes_in_flight(self) -> int:
+        """Bytes posted and not quiesced."""
+        return self._bytes.taken
+
+    @property
+    def limited(self) -> int:
+        """How often there was no room for a transfer."""
+        return self._transfers.refused + self._bytes.refused
 
     # -- looking ---------------------------------------------------------------------------------------------------
 
@@ -138,14 +161,15 @@ class Transfers:
                 local=mine,
                 remote=theirs,
             )
-        # The one that asks is among those being prepared.
-        active = len(self._known) - len(self._ended) + len(self._preparing) - 1
-        if active >= self._settings.max_transfers:
-            raise KvxferError(
-                Reason.LIMIT_EXCEEDED,
-                f"{active} transfers are not finished; the limit is {self._settings.max_transfers}",
-                limit=self._settings.max_transfers,
-            )
+        peer = spec.ticket.engine_id
+        self._transfers.take(peer, 1)
+        try:
+            return await self._prepare_within(spec, make)
+        except BaseException:
+            self._transfers.give(peer, 1)
+            raise
+
+    async def _prepare_within(self, spec: TransferSpec, make: bool) -> Transfer:
         link = await self._registration.links.get(spec.target, None, self._settings.handshake_timeout)
         link.hold()
         try:
@@ -232,14 +256,6 @@ class Transfers:
             return
         if self._closing:
             raise KvxferError(Reason.SHUTTING_DOWN, "the cache is being unregistered")
-        flying = self.totals.bytes_in_flight
-        if flying and flying + transfer.bytes > self._settings.max_bytes_in_flight:
-            raise KvxferError(
-                Reason.LIMIT_EXCEEDED,
-                f"{flying} bytes are in flight; {transfer.bytes} more would exceed the limit of "
-                f"{self._settings.max_bytes_in_flight}",
-                limit=self._settings.max_bytes_in_flight,
-            )
         busy = next((c for c in transfer.claims if c in self._claims), None)
         if busy is not None:  # the first block's number is 0
             raise KvxferError(
@@ -249,8 +265,8 @@ class Transfers:
                 block=busy & 0xFFFFFFFF,
                 transfer_id=self._claims[busy],
             )
+        self._bytes.take(transfer.remote_engine_id, transfer.bytes)
         self._claims.update(dict.fromkeys(transfer.claims, transfer.id))
-        self.totals.bytes_in_flight += transfer.bytes
         self._move(transfer, Event.POST)
         transfer.disarm()
         # Handed over before anything else is done: the copying goes on beside all that follows.
@@ -361,7 +377,7 @@ class Transfers:
 
     def _free(self, transfer: Transfer) -> None:
         """The local blocks of a posted transfer are nobody's any more."""
-        self.totals.bytes_in_flight -= transfer.bytes
+        self._bytes.give(transfer.remote_engine_id, transfer.bytes)
         for claim in transfer.claims:
             del self._claims[claim]
 
@@ -385,6 +401,7 @@ class Transfers:
         transfer.ended = time.time()
         transfer.forget_details()
         transfer.finished.set()
+        self._transfers.give(transfer.remote_engine_id, 1)
         self.watchers.tell(transfer)
         self._ended.append(transfer.id)
         while len(self._ended) > self._settings.kept_transfers:

@@ -45,6 +45,9 @@ _log = logging.getLogger(__name__)
 _LINGER: Final = 1.0
 #: Commands taken between two polls, so that a burst of them does not starve the requests in flight.
 _BURST: Final = 32
+#: Requests of at least so many bytes wait until nothing else is to be done, and are then posted one at a time: posting
+#: may take as long as copying.
+BULK_BYTES: Final = 4 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,6 +196,7 @@ class Pump:
         self._on_notification = on_notification
         self._loop = asyncio.get_running_loop()
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._bulk: deque[Job] = deque()
         self._outbox: deque[Callable[[], None]] = deque()
         self._wakeup_pending = False
         self._spinning = 0
@@ -246,7 +250,11 @@ class Pump:
 
     def post(self, job: Job) -> None:
         """Have the thread post a request and see it through."""
-        self._commands.put(lambda: self._post(job))
+        if job.bytes < BULK_BYTES:
+            self._commands.put(lambda: self._post(job))
+        else:
+            self._bulk.append(job)
+            self._commands.put(_nothing)  # the thread may be asleep
 
     def adjust(self, *, spinning: int = 0, connected: int = 0, peers: int = 0) -> None:
         """Change how many reasons there are to spin, to poll every few milliseconds, and to poll now and then."""
@@ -274,6 +282,9 @@ class Pump:
     def _run(self) -> None:
         while not self._stopping:
             self._take(self._patience())
+            if self._bulk:
+                self._post(self._bulk.popleft())
+                self._flush()
             if self._posted or self._lingering or self._spinning > 0 or self._connected > 0 or self._peers > 0:
                 self._poll()
             if self._outbox:
@@ -291,6 +302,8 @@ class Pump:
         self._posted, self._lingering = [], []
         while not self._commands.empty():  # what came too late is answered with SHUTTING_DOWN
             self._take(0.0)
+        while self._bulk:
+            self._post(self._bulk.popleft())
         self._outbox.append(lambda: None if self._ended.done() else self._ended.set_result(None))
         self._flush()
 
@@ -299,6 +312,8 @@ class Pump:
 
     def _patience(self) -> float | None:
         """How long to wait for a command before the next poll; None: until one comes."""
+        if self._bulk:
+            return 0.0
         quiet = time.perf_counter() - self._last_event
         if not (self._posted or self._lingering or self._spinning > 0):
             lingering = self._peers > 0 and quiet < _LINGER
