@@ -26,15 +26,17 @@ from grpc_health.v1.health import aio as health
 from grpc_reflection.v1alpha import reflection
 
 from kvxfer import __version__
-from kvxfer.config import Settings, group_number
+from kvxfer.config import Settings, group_number, is_loopback
 from kvxfer.core.errors import KvxferError, Reason
 from kvxfer.logs import configure
 from kvxfer.pb import peer_pb2, peer_pb2_grpc, transfer_pb2, transfer_pb2_grpc
+from kvxfer.service.access import AccessInterceptor
 from kvxfer.service.engine import EngineService
 from kvxfer.service.interceptors import ErrorInterceptor
 from kvxfer.service.peer import PeerService
 from kvxfer.service.peer_client import GrpcPeerClient
 from kvxfer.service.registrations import EngineFactory, Registrations
+from kvxfer.tls import PeerTls
 from kvxfer.xfer.api import NotificationHandler, TransferEngine
 
 log = structlog.get_logger()
@@ -87,14 +89,18 @@ class Sidecar:
     """One sidecar: an engine listener, a peer listener, and what lies between them.
 
     :param make_engine: builds transfer engines; NIXL's by default.
+
+    :raises KvxferError: FIELD_INVALID where the TLS files cannot be used.
     """
 
     def __init__(self, settings: Settings, make_engine: EngineFactory | None = None) -> None:
         self.settings: Final = settings
+        files = settings.peer_tls()
+        self._tls = PeerTls(files) if files else None
         self.registrations: Final = Registrations(
             settings.service(),
             make_engine or nixl_engine(settings),
-            lambda address: GrpcPeerClient(address, settings.message_limit),
+            self._connect,
         )
         self.registrations.on_change = self._on_change
         #: ``host:port`` of the peer listener as peers reach it; known once started.
@@ -137,7 +143,12 @@ class Sidecar:
         for server in self._servers:
             await server.start()
         self._ticker = asyncio.ensure_future(self._tick())
-        log.info("serving", version=__version__, engine=self.engine_target, peers=self.peer_address)
+        security = "mutual TLS" if self._tls else "plaintext"
+        log.info(
+            "serving", version=__version__, engine=self.engine_target, peers=self.peer_address, peer_security=security
+        )
+        if self._tls is None and not is_loopback(self.settings.peer_host):
+            log.warning("the peer port is plaintext: whoever reaches it can read every registered cache")
 
     async def stop(self) -> None:
         """Drain and stop: refuse new work, let transfers end, unregister, close the listeners.  Idempotent."""
@@ -158,10 +169,14 @@ class Sidecar:
 
     # -- listeners -------------------------------------------------------------------------------------------------
 
-    def _new_server(self) -> grpc.aio.Server:
+    def _connect(self, address: str) -> GrpcPeerClient:
+        credentials = self._tls.channel_credentials() if self._tls else None
+        return GrpcPeerClient(address, self.settings.message_limit, credentials, self.settings.peer_server_name)
+
+    def _new_server(self, *before: grpc.aio.ServerInterceptor) -> grpc.aio.Server:
         limit = self.settings.message_limit
         return grpc.aio.server(
-            interceptors=[ErrorInterceptor()],
+            interceptors=[*before, ErrorInterceptor()],
             options=[
                 ("grpc.max_receive_message_length", limit),
                 ("grpc.max_send_message_length", limit),
@@ -175,10 +190,13 @@ class Sidecar:
         )
 
     def _bind_peer(self) -> tuple[grpc.aio.Server, int]:
-        server = self._new_server()
+        access = (AccessInterceptor(self.settings.peer_allowed_sans),) if self._tls else ()
+        server = self._new_server(*access)
         host, port = self.settings.peer_host, self.settings.peer_port
         where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         try:
+            if self._tls:
+                return server, server.add_secure_port(where, self._tls.server_credentials())
             return server, server.add_insecure_port(where)
         except RuntimeError as error:
             raise KvxferError(
@@ -208,6 +226,10 @@ class Sidecar:
             path.chmod(mode)
             if group is not None:
                 os.chown(path, -1, group)
+            if path.parent.stat().st_mode & 0o022:
+                log.warning(
+                    "others can write to the engine socket's directory, and put their own there", path=str(path)
+                )
         except (RuntimeError, OSError) as error:
             raise KvxferError(
                 Reason.FIELD_INVALID,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import grpc
 import grpc.aio
@@ -51,14 +51,31 @@ def channel_options(message_limit: int) -> list[tuple[str, int]]:
 
 
 class GrpcPeerClient:
-    """See :class:`kvxfer.service.link.PeerClient`."""
+    """See :class:`kvxfer.service.link.PeerClient`.
 
-    def __init__(self, address: str, message_limit: int) -> None:
+    :param credentials: for TLS; plaintext without.
+    :param server_name: what the peer's certificate must name, instead of the host of its address.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        message_limit: int,
+        credentials: grpc.ChannelCredentials | None = None,
+        server_name: str = "",
+    ) -> None:
         self._address = address
+        self._tls = credentials is not None
         host, port = fields.split_address(address)
         kind = "ipv6" if ":" in host else "ipv4" if host.replace(".", "").isdigit() else "dns"
         target = f"{kind}:[{host}]:{port}" if kind == "ipv6" else f"{kind}:{host}:{port}"
-        self._channel = grpc.aio.insecure_channel(target, options=channel_options(message_limit))
+        options: list[tuple[str, Any]] = [*channel_options(message_limit)]
+        if credentials is None:
+            self._channel = grpc.aio.insecure_channel(target, options=options)
+        else:
+            if server_name:
+                options.append(("grpc.ssl_target_name_override", server_name))
+            self._channel = grpc.aio.secure_channel(target, credentials, options=options)
         self._stub = peer_pb2_grpc.KvPeerStub(self._channel)
 
     @property
@@ -74,12 +91,24 @@ class GrpcPeerClient:
             if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
                 raise KvxferError(
                     Reason.PEER_UNREACHABLE,
-                    f"{what} at {self._address}: {error.details() or error.code().name}",
+                    f"{what} at {self._address}{self._how(error)}: {error.details() or error.code().name}",
                     address=self._address,
                     status=error.code().name,
+                    security="tls" if self._tls else "plaintext",
                 ) from error
             # What it says of a field is about our call, not about that of our own caller.
             raise KvxferError(known.reason, known.message, **dict(known.metadata)) from error
+
+    def _how(self, error: grpc.aio.AioRpcError) -> str:
+        """What may be said of TLS: a server that does not accept our certificate only hangs up."""
+        details = (error.details() or "").lower()
+        if self._tls and ("handshake failed" in details or "verification check failed" in details):
+            return ", whose TLS certificate or name is not accepted here, or which has no TLS"
+        if "socket closed" not in details:
+            return " over TLS" if self._tls else ""
+        if self._tls:
+            return " over TLS (where it has not just stopped, it does not accept this side's certificate)"
+        return " in plaintext (where it has not just stopped, it may want TLS)"
 
     async def exchange(self, query: ExchangeQuery, timeout: float) -> ExchangeAnswer:
         """See :meth:`kvxfer.service.link.PeerClient.exchange`."""
