@@ -39,13 +39,17 @@ class TlsFiles:
     key: Path
     ca: Path
 
-    def read(self) -> Pems:
+    def read(self, good: Pems | None = None) -> Pems:
         """Read and check all three.
+
+        :param good: what need not be checked again, if it is what the files still hold.
 
         :raises KvxferError: FIELD_INVALID, naming setting and path, where a file cannot be read, is not what it should
             be, or the key is not that of the certificate.
         """
         pems = Pems(*(_read(name, getattr(self, name)) for name in ("cert", "key", "ca")))
+        if pems == good:
+            return good
         for name in ("cert", "ca"):
             try:
                 text = getattr(pems, name).decode("ascii", "ignore")  # people write comments into bundles
@@ -82,7 +86,7 @@ class PeerTls:
         """
         with self._lock:
             try:
-                found, problem = self._files.read(), ""
+                found, problem = self._files.read(self._good), ""
             except KvxferError as error:
                 found, problem = self._good, error.message
             if problem and problem != self._problem:  # once, not for every connection
