@@ -179,11 +179,11 @@ class Sidecars:
         mains: Sequence[Sequence[str]] = (("-m", "kvxfer"),),
     ) -> None:
         self._processes: list[subprocess.Popen[bytes]] = []
-        p = self._start(directory, "p", ("-m", "kvxfer"))
-        self._readers = [self._start(directory, f"d{i}", main) for i, main in enumerate(mains)]
+        p = self.p = self._start(directory, "p", ("-m", "kvxfer"))
+        self.readers = [self._start(directory, f"d{i}", main) for i, main in enumerate(mains)]
         done = self._register(p, "P", case, remote)
-        self._requests: list[list[pb.ReadBlocksRequest]] = []
-        for i, d in enumerate(self._readers):
+        self.requests: list[list[pb.ReadBlocksRequest]] = []
+        for i, d in enumerate(self.readers):
             self._register(d, f"D{i}", case, local)
             tickets = [self._ticket(case, f"{i}-{n}", done) for n in range(reads)]
             for ticket in tickets:
@@ -193,7 +193,7 @@ class Sidecars:
                 p.PublishBlocks(publish_to_pb(record))
             d.Handshake(pb.HandshakeRequest(engine_id=f"D{i}", ticket=ticket_to_pb(tickets[0])), timeout=30)
             mine = block_lists_to_pb([BlockList("attention", case.ids(2))])
-            self._requests.append(
+            self.requests.append(
                 [
                     pb.ReadBlocksRequest(
                         spec=pb.TransferSpec(engine_id=f"D{i}", ticket=ticket_to_pb(t), local_blocks=mine)
@@ -234,16 +234,21 @@ class Sidecars:
 
     def once(self, reader: int = 0) -> tuple[float, pb.Transfer]:
         """Seconds of one ReadBlocks, and what it says of itself."""
-        request = self._requests[reader].pop()
+        request = self.requests[reader].pop()
         began = time.perf_counter()
-        answer = self._readers[reader].ReadBlocks(request, timeout=60)
+        answer = self.readers[reader].ReadBlocks(request, timeout=60)
         return time.perf_counter() - began, answer.transfer
+
+    @property
+    def pids(self) -> list[int]:
+        """Of P's sidecar, then of D's."""
+        return [process.pid for process in self._processes]
 
     def empty(self) -> float:
         """Seconds of the cheapest call."""
         began = time.perf_counter()
         failed = pb.ListTransfersRequest(engine_id="D0", page_size=1, states=[pb.TRANSFER_STATE_FAILED])
-        self._readers[0].ListTransfers(failed)
+        self.readers[0].ListTransfers(failed)
         return time.perf_counter() - began
 
     def close(self) -> None:
