@@ -170,17 +170,26 @@ class Transfers:
             raise
 
     async def _prepare_within(self, spec: TransferSpec, make: bool) -> Transfer:
-        link = await self._registration.links.get(spec.target, None, self._settings.handshake_timeout)
-        link.hold()
         try:
-            transfer = await self._make(spec, link, make)
-        except BaseException:
-            link.let_go()
-            raise
+            transfer, link = await self._prepare_once(spec, make)
+        except KvxferError as error:
+            # The link was lost while it was being used: the next one may be as good.
+            if error.reason not in (Reason.NO_HANDSHAKE, Reason.SHUTTING_DOWN) or self._closing:
+                raise
+            transfer, link = await self._prepare_once(spec, make)
         self._known[spec.transfer_id] = transfer
         self._arm(transfer, link)
         self.watchers.tell(transfer)
         return transfer
+
+    async def _prepare_once(self, spec: TransferSpec, make: bool) -> tuple[Transfer, Link]:
+        link = await self._registration.links.get(spec.target, None, self._settings.handshake_timeout)
+        link.hold()
+        try:
+            return await self._make(spec, link, make), link
+        except BaseException:
+            link.let_go()
+            raise
 
     async def _make(self, spec: TransferSpec, link: Link, now: bool) -> Transfer:
         request = Request(spec.local_blocks, spec.ticket.blocks, spec.num_tokens, spec.skip_tokens)
