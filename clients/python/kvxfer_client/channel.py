@@ -31,9 +31,6 @@ OPTIONS: Final = (
     ("grpc.http2.max_pings_without_data", 0),
 )
 
-#: The one call that streams.
-WATCH: Final = "WatchTransfers"
-
 #: Calls that ended so were not answered by the sidecar.
 _UNANSWERED: Final = "grpc_code"
 
