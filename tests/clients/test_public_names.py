@@ -10,6 +10,7 @@ from kvxfer_client import AsyncClient, Client, layouts
 NAMES = [
     "Address",
     "AsyncClient",
+    "AsyncSession",
     "AsyncWatch",
     "Axis",
     "AxisKind",
@@ -45,6 +46,7 @@ NAMES = [
     "Registered",
     "RegistrationInfo",
     "RemoteEngine",
+    "Session",
     "SharedRegion",
     "SourceInfo",
     "Status",
@@ -84,6 +86,7 @@ METHODS = [
     "read_prepared",
     "register",
     "renew",
+    "session",
     "status",
     "unregister",
     "wait_ready",

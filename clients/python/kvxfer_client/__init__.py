@@ -33,6 +33,7 @@ from kvxfer.wire.params import prefill_params, ticket_from_params, ticket_to_par
 from kvxfer.wire.tickets import Ticket, TicketRank, ticket_from_string, ticket_to_string
 from kvxfer_client import layouts
 from kvxfer_client.aio import AsyncClient, AsyncWatch
+from kvxfer_client.aio_session import AsyncSession
 from kvxfer_client.blocks import attention_blocks, grouped, snapshot, state_blocks
 from kvxfer_client.calls import RemoteEngine
 from kvxfer_client.client import Client, Watch
@@ -55,12 +56,14 @@ from kvxfer_client.results import (
     TransferInfo,
     TransferState,
 )
+from kvxfer_client.session import Session
 from kvxfer_client.tickets import make_ticket, new_lease_token
 
 __all__ = [
     "NULL_BLOCK",
     "Address",
     "AsyncClient",
+    "AsyncSession",
     "AsyncWatch",
     "Axis",
     "AxisKind",
@@ -95,6 +98,7 @@ __all__ = [
     "Registered",
     "RegistrationInfo",
     "RemoteEngine",
+    "Session",
     "SharedRegion",
     "SourceInfo",
     "Status",

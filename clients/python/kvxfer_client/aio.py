@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
@@ -12,11 +12,31 @@ from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 import grpc.aio
 
 from kvxfer.core.errors import KvxferError
+from kvxfer.core.layout import CacheLayout, Rank
+from kvxfer.memory.handles import Handle
 from kvxfer.pb import transfer_pb2_grpc
 from kvxfer_client import calls
-from kvxfer_client.calls import DEFAULT_TARGET, DEFAULT_TIMEOUT, Call, Origin, Pages, Stream
+from kvxfer_client.aio_session import AsyncSession
+from kvxfer_client.calls import (
+    DEFAULT_REGISTER_TIMEOUT,
+    DEFAULT_TARGET,
+    DEFAULT_TIMEOUT,
+    Call,
+    Origin,
+    Pages,
+    Stream,
+)
 from kvxfer_client.channel import OPTIONS, closed_error, late_error, told_as_kvxfer_errors
-from kvxfer_client.results import LeaseInfo, LeaseState, Status, TransferInfo, TransferState, status_from_pb
+from kvxfer_client.memory import SharedRegion
+from kvxfer_client.results import (
+    LeaseInfo,
+    LeaseState,
+    Registered,
+    Status,
+    TransferInfo,
+    TransferState,
+    status_from_pb,
+)
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -102,8 +122,54 @@ class AsyncClient(Origin):
         """
         return await AsyncWatch(self, calls.watch_leases(self, include_current), timeout)._begin()
 
+    async def session(
+        self,
+        layout: CacheLayout,
+        memory: Sequence[Handle | SharedRegion],
+        *,
+        compatibility_key: str,
+        rank: Rank = Rank(),  # noqa: B008 - frozen
+        ranks: Iterable[tuple[Rank, str]] = (),
+        dp_rank: int = 0,
+        dp_size: int = 1,
+        replace: bool = False,
+        timeout: float = DEFAULT_REGISTER_TIMEOUT,
+        keep_leases: bool = False,
+        on_lost: Callable[[KvxferError, str], object] | None = None,
+        on_registered: Callable[[Registered], object] | None = None,
+        on_ended: Callable[[KvxferError], object] | None = None,
+    ) -> AsyncSession:
+        """Register a cache and hold it: ``async with await client.session(...) as session``.
+
+        As :meth:`kvxfer_client.Client.session`; callbacks may be coroutine functions.
+
+        :raises KvxferError: as :meth:`register`; FIELD_INVALID (``keep_leases``); UNSUPPORTED where the sidecar is too
+            old.
+        """
+        handles, make = calls.held(
+            self,
+            layout,
+            memory,
+            compatibility_key=compatibility_key,
+            rank=rank,
+            ranks=tuple(ranks),
+            dp_rank=dp_rank,
+            dp_size=dp_size,
+            replace=replace,
+            timeout=timeout,
+        )
+        return await AsyncSession(
+            self,
+            handles,
+            make,
+            keep_leases=keep_leases,
+            on_lost=on_lost,
+            on_registered=on_registered,
+            on_ended=on_ended,
+        )._begin()
+
     async def close(self) -> None:
-        """End every call and watch, and the connection.  Idempotent."""
+        """End every call, watch and session, and the connection.  Idempotent."""
         self._closed = True
         if self._channel is not None:
             await self._channel.close()

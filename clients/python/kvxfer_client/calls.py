@@ -165,7 +165,7 @@ def register(
         rank=rank,
         compatibility_key=compatibility_key,
         layout=layout,
-        memory=tuple(m.handle if isinstance(m, SharedRegion) else m for m in memory),
+        memory=_handles(memory),
         dp_rank=_unsigned(dp_rank, "dp_rank"),
         dp_size=_unsigned(dp_size, "dp_size"),
         ranks=tuple(RankAddress(place, address) for place, address in ranks),
@@ -177,6 +177,25 @@ def register(
         return registered_from_pb(answer, record.engine_id, rank)
 
     return Call("RegisterCache", request, parse, checked_seconds(timeout))
+
+
+#: Makes the call that registers a session's cache: how the memory is named, and whether it was registered before.
+MakeRegister = Callable[[tuple[Handle, ...], bool], Call[Registered]]
+
+
+def held(
+    origin: Origin, layout: CacheLayout, memory: Sequence[Handle | SharedRegion], *, replace: bool, **options: Any
+) -> tuple[tuple[Handle, ...], MakeRegister]:
+    """How a session registers its cache, now and again; arguments as for :meth:`register`."""
+
+    def make(named: tuple[Handle, ...], again: bool) -> Call[Registered]:
+        # Whoever is registered by the time that this one comes back is not to be driven out.
+        call = register(origin, layout, named, replace=replace and not again, **options)
+        request: Any = call.request
+        request.held = True
+        return call
+
+    return _handles(memory), make
 
 
 def unregister(origin: Origin, incarnation: str = "", *, drain_timeout: float | None = None) -> Call[None]:
@@ -521,6 +540,10 @@ def _unsigned(value: int, name: str) -> int:
     if not 0 <= value < 2**32:
         raise KvxferError(Reason.FIELD_INVALID, f"{name} is {value}; allowed are 0 and up", field=name, value=value)
     return value
+
+
+def _handles(memory: Sequence[Handle | SharedRegion]) -> tuple[Handle, ...]:
+    return tuple(m.handle if isinstance(m, SharedRegion) else m for m in memory)
 
 
 def _ticket(ticket: Ticket | str) -> Ticket:

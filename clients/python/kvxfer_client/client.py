@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
@@ -12,11 +12,31 @@ from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 import grpc
 
 from kvxfer.core.errors import KvxferError
+from kvxfer.core.layout import CacheLayout, Rank
+from kvxfer.memory.handles import Handle
 from kvxfer.pb import transfer_pb2_grpc
 from kvxfer_client import calls
-from kvxfer_client.calls import DEFAULT_TARGET, DEFAULT_TIMEOUT, Call, Origin, Pages, Stream
+from kvxfer_client.calls import (
+    DEFAULT_REGISTER_TIMEOUT,
+    DEFAULT_TARGET,
+    DEFAULT_TIMEOUT,
+    Call,
+    Origin,
+    Pages,
+    Stream,
+)
 from kvxfer_client.channel import OPTIONS, closed_error, late_error, told_as_kvxfer_errors
-from kvxfer_client.results import LeaseInfo, LeaseState, Status, TransferInfo, TransferState, status_from_pb
+from kvxfer_client.memory import SharedRegion
+from kvxfer_client.results import (
+    LeaseInfo,
+    LeaseState,
+    Registered,
+    Status,
+    TransferInfo,
+    TransferState,
+    status_from_pb,
+)
+from kvxfer_client.session import Session
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -98,8 +118,67 @@ class Client(Origin):
         """
         return Watch(self, calls.watch_leases(self, include_current), timeout)._begin()
 
+    def session(
+        self,
+        layout: CacheLayout,
+        memory: Sequence[Handle | SharedRegion],
+        *,
+        compatibility_key: str,
+        rank: Rank = Rank(),  # noqa: B008 - frozen
+        ranks: Iterable[tuple[Rank, str]] = (),
+        dp_rank: int = 0,
+        dp_size: int = 1,
+        replace: bool = False,
+        timeout: float = DEFAULT_REGISTER_TIMEOUT,
+        keep_leases: bool = False,
+        on_lost: Callable[[KvxferError, str], object] | None = None,
+        on_registered: Callable[[Registered], object] | None = None,
+        on_ended: Callable[[KvxferError], object] | None = None,
+    ) -> Session:
+        """Register a cache and hold it: undone when this process dies, and registered again when the sidecar does.
+
+        Returns once it is registered and held; the first attempt is not repeated (:meth:`wait_ready` waits for a
+        sidecar that is not there yet).  Arguments as for :meth:`register`, and:
+
+        Memory that the sidecar makes as a file (:class:`Owned`) outlives the sidecar: keep it mapped, it is registered
+        again by its path, with all that is in it.  A memfd of the sidecar is gone with it, which ends the session
+        (MEMORY_HANDLE_INVALID).
+
+        :param replace: an earlier registration of this engine, as one of a process before this, gives way.  Never one
+            that somebody else has made since.
+        :param keep_leases: when this process dies, what it has published stays readable until its leases end; only
+            where all memory is owned by the sidecar.
+        :param on_lost: called with the reason and the old incarnation when a registration is gone: with it all its
+            leases, transfers and tickets.  Its blocks are read by nobody any more.
+        :param on_registered: called with each registration: the first, and every one that follows a loss.
+        :param on_ended: called with the error when the session ends by itself.
+        :raises KvxferError: as :meth:`register`; FIELD_INVALID (``keep_leases``); UNSUPPORTED where the sidecar is too
+            old.
+        """
+        handles, make = calls.held(
+            self,
+            layout,
+            memory,
+            compatibility_key=compatibility_key,
+            rank=rank,
+            ranks=tuple(ranks),
+            dp_rank=dp_rank,
+            dp_size=dp_size,
+            replace=replace,
+            timeout=timeout,
+        )
+        return Session(
+            self,
+            handles,
+            make,
+            keep_leases=keep_leases,
+            on_lost=on_lost,
+            on_registered=on_registered,
+            on_ended=on_ended,
+        )._begin()
+
     def close(self) -> None:
-        """End every call and watch, and the connection.  Idempotent."""
+        """End every call, watch and session, and the connection.  Idempotent."""
         self._closed = True
         self._channel.close()
 
