@@ -85,7 +85,7 @@ def test_a_killed_engine_leaves_nothing(stage: Scene, engine: Callable[..., Hold
     mortal.kill()
     killed = time.monotonic()
     until(lambda: not stage.mapped(mortal.path), GRACE + 1.0, "unmapping")
-    assert not stage.known("mortal")
+    until(lambda: not stage.known("mortal"), 1.0, "the end of the registration")
     assert time.monotonic() - killed >= GRACE / 2  # not before its time either
     error = refused(lambda: stage.d_side.stub.ReadBlocks(stage.request(late, FEW), timeout=DEADLINE))
     assert error.reason in (Reason.NOT_REGISTERED, Reason.PEER_LOST, Reason.PEER_UNREACHABLE)
@@ -115,7 +115,7 @@ def test_an_engine_killed_in_mid_read(stage: Scene, engine: Callable[..., Holder
         assert done.state == pb.TRANSFER_STATE_DONE
         stage.compare(every)
     until(lambda: not stage.mapped(mortal.path), GRACE + 1.0, "unmapping")
-    assert not stage.known("large")
+    until(lambda: not stage.known("large"), 1.0, "the end of the registration")
 
 
 def test_what_was_published_outlives_its_engine(stage: Scene, engine: Callable[..., HolderProcess]) -> None:
