@@ -170,9 +170,11 @@ class Sidecar:
                 ("grpc.keepalive_permit_without_calls", 1),
                 ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
                 # Whoever does not answer for 30 seconds is taken for dead, and its streams end: also one that only
-                # listens, of which nothing comes between two pings.
+                # listens, of which nothing comes between two pings.  (gRPC's own ping timeout is a minute, whatever is
+                # said of keepalive.)
                 ("grpc.keepalive_time_ms", 20_000),
                 ("grpc.keepalive_timeout_ms", 10_000),
+                ("grpc.http2.ping_timeout_ms", 10_000),
                 ("grpc.http2.max_pings_without_data", 0),
             ],
         )

@@ -138,7 +138,8 @@ class KvTransferServicer(object):
     def HoldRegistration(self, request, context):
         """Holds a registration: once a stream has been opened, it lives as long as one is open, so that an engine's death ends
         it.  When the last stream has ended and none is opened within the sidecar's engine_grace, it is undone as by
-        UnregisterCache.  A registration that nobody ever held lives until it is unregistered.
+        UnregisterCache.  A registration that nobody ever held lives until it is unregistered.  Of one that is ending this
+        answers only when it has ended and nobody reads its memory any more.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

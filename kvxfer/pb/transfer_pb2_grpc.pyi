@@ -48,7 +48,8 @@ class KvTransferStub:
     HoldRegistration: _grpc.UnaryStreamMultiCallable[_transfer_pb2.HoldRegistrationRequest, _transfer_pb2.HoldRegistrationResponse]
     """Holds a registration: once a stream has been opened, it lives as long as one is open, so that an engine's death ends
     it.  When the last stream has ended and none is opened within the sidecar's engine_grace, it is undone as by
-    UnregisterCache.  A registration that nobody ever held lives until it is unregistered.
+    UnregisterCache.  A registration that nobody ever held lives until it is unregistered.  Of one that is ending this
+    answers only when it has ended and nobody reads its memory any more.
     """
     Handshake: _grpc.UnaryUnaryMultiCallable[_transfer_pb2.HandshakeRequest, _transfer_pb2.HandshakeResponse]
     """Gets ready to read from a remote engine: meets every rank that is needed, compares, compiles, prepares.  Idempotent
@@ -95,7 +96,8 @@ class KvTransferAsyncStub(KvTransferStub):
     HoldRegistration: _aio.UnaryStreamMultiCallable[_transfer_pb2.HoldRegistrationRequest, _transfer_pb2.HoldRegistrationResponse]  # type: ignore[assignment]
     """Holds a registration: once a stream has been opened, it lives as long as one is open, so that an engine's death ends
     it.  When the last stream has ended and none is opened within the sidecar's engine_grace, it is undone as by
-    UnregisterCache.  A registration that nobody ever held lives until it is unregistered.
+    UnregisterCache.  A registration that nobody ever held lives until it is unregistered.  Of one that is ending this
+    answers only when it has ended and nobody reads its memory any more.
     """
     Handshake: _aio.UnaryUnaryMultiCallable[_transfer_pb2.HandshakeRequest, _transfer_pb2.HandshakeResponse]  # type: ignore[assignment]
     """Gets ready to read from a remote engine: meets every rank that is needed, compares, compiles, prepares.  Idempotent
@@ -157,7 +159,8 @@ class KvTransferServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_abc.Iterator[_transfer_pb2.HoldRegistrationResponse], _abc.AsyncIterator[_transfer_pb2.HoldRegistrationResponse]]:
         """Holds a registration: once a stream has been opened, it lives as long as one is open, so that an engine's death ends
         it.  When the last stream has ended and none is opened within the sidecar's engine_grace, it is undone as by
-        UnregisterCache.  A registration that nobody ever held lives until it is unregistered.
+        UnregisterCache.  A registration that nobody ever held lives until it is unregistered.  Of one that is ending this
+        answers only when it has ended and nobody reads its memory any more.
         """
 
     @_abc_1.abstractmethod

@@ -105,6 +105,7 @@ class EngineService(transfer_pb2_grpc.KvTransferServicer):
         """Keep it as long as the caller is there."""
         engine_id = fields.text(request.engine_id, "engine_id")
         incarnation = fields.text(request.incarnation, "incarnation", fields.MAX_INCARNATION)
+        await self._registrations.ending(engine_id, incarnation)
         with self._registrations.hold(engine_id, incarnation, keep_leases=request.keep_leases) as registration:
             yield pb.HoldRegistrationResponse(grace=fields.duration(registration.hold.grace))
             why = await asyncio.shield(registration.ended)

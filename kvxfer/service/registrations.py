@@ -426,6 +426,15 @@ class Registrations:
             registration.hold.end(time.monotonic(), keep_leases=keep_leases)
             self._watch(registration)
 
+    async def ending(self, engine_id: str, incarnation: str) -> None:
+        """Where this very registration is ending, wait until it has: only then is its memory nobody's any more.
+
+        :raises KvxferError: why it has ended.
+        """
+        found = self._by_engine.get(engine_id)
+        if found is not None and found.incarnation == incarnation and not found.takes_work:
+            raise await asyncio.shield(found.ended)
+
     def _expect(self, registration: Registration) -> None:
         registration.hold.expect(time.monotonic())
         self._watch(registration)

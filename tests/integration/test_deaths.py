@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -129,6 +131,22 @@ def test_what_was_published_outlives_its_engine(stage: Scene, engine: Callable[.
     until(lambda: not stage.known("mortal"), 5.0, "the end of its leases")
     assert not stage.mapped(mortal.path)
     assert not Path(mortal.path).exists()
+
+
+@pytest.mark.slow
+def test_a_stopped_engine_is_noticed_by_its_silence(stage: Scene, engine: Callable[..., HolderProcess]) -> None:
+    """Its socket is open, but nobody answers there.  Where it goes on after all, its session begins anew."""
+    mute = engine("mute")
+    assert mute.process.pid is not None
+    os.kill(mute.process.pid, signal.SIGSTOP)
+    try:
+        until(lambda: not stage.known("mute"), 30.0 + GRACE + 5.0, "the end of the registration")
+    finally:
+        os.kill(mute.process.pid, signal.SIGCONT)
+    assert mute.hear("lost", DEADLINE) == (Reason.NOT_REGISTERED.value, mute.incarnation)
+    mute.hear("registered", DEADLINE)
+    stage.read(mute.ticket(FEW), FEW)
+    mute.close()
 
 
 @pytest.mark.parametrize("owned", [False, True])

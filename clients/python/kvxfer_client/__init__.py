@@ -7,6 +7,9 @@
         client.register(layout, regions, compatibility_key="my-model@rev/bf16")
         client.read(ticket, grouped(block_ids, layout, num_tokens))
 
+An engine that stays holds its cache with :meth:`Client.session` instead of :meth:`Client.register`: the registration
+then ends with the engine's process, and is made again when the sidecar was restarted.
+
 :class:`AsyncClient` has the same methods, to be awaited.  Every failure is a :class:`KvxferError`.
 """
 
