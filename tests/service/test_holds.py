@@ -379,6 +379,22 @@ async def test_leases_that_outlive_their_engine_expire(surviving: Reading) -> No
     assert not files(node)
 
 
+async def test_its_transfers_end_at_once(surviving: Reading) -> None:
+    """An engine that reads, too: nobody waits for what it reads."""
+    back = Reading(surviving.cluster, surviving.d, surviving.p)
+    await back.d.handshake(back.ticket())
+    surviving.ticket()
+    back.fabric.hold()
+    await back.stub.ReadBlocks(back.request("t1", wait=False))
+    theirs = await orphan(surviving)
+    await soon(lambda: theirs.transfers.get("t1").error is not None)
+    back.fabric.let_go()
+    await soon(lambda: theirs.transfers.get("t1").finished.is_set())
+    assert (await back.d.get("t1")).state == pb.TRANSFER_STATE_CANCELLED
+    assert known(surviving.p.nodes[0], "engine-o") is theirs
+    assert len(theirs.leases) == 1
+
+
 async def test_without_leases_nothing_is_kept(surviving: Reading) -> None:
     await orphan(surviving)
     await soon(lambda: known(surviving.p.nodes[0], "engine-o") is None)
