@@ -131,6 +131,9 @@ class Settings(BaseSettings):
     drain_limit: Seconds = Field(
         10.0, description="How long a read that has failed may stay in flight before its NIXL agent is destroyed."
     )
+    engine_grace: Seconds = Field(
+        5.0, description="How long a registration outlives the last stream that held it (HoldRegistration)."
+    )
     poll_interval: Annotated[float, Field(gt=0, le=0.010)] = Field(
         0.0095, description="How often NIXL is polled while readers are connected; at most 10 ms."
     )

@@ -171,6 +171,7 @@ class RegisterCacheRequest(_message.Message):
     LAYOUT_FIELD_NUMBER: _builtins.int
     MEMORY_FIELD_NUMBER: _builtins.int
     REPLACE_FIELD_NUMBER: _builtins.int
+    HELD_FIELD_NUMBER: _builtins.int
     engine_id: _builtins.str
     """REQUIRED.  The engine; data-parallel replicas are engines of their own."""
     dp_rank: _builtins.int
@@ -184,6 +185,10 @@ class RegisterCacheRequest(_message.Message):
     replace: _builtins.bool
     """OPTIONAL.  True: an existing registration of this engine with other content is replaced, after draining.  False: it
     is an error (REGISTRATION_BUSY).
+    """
+    held: _builtins.bool
+    """OPTIONAL.  True: it shall be held from the beginning, and is undone unless HoldRegistration is called within the
+    sidecar's engine_grace; whoever dies before it can call that leaves nothing behind.
     """
     @_builtins.property
     def rank(self) -> _layout_pb2.Rank:
@@ -213,10 +218,11 @@ class RegisterCacheRequest(_message.Message):
         layout: _layout_pb2.Layout | None = ...,
         memory: _abc.Iterable[_layout_pb2.MemoryHandle] | None = ...,
         replace: _builtins.bool = ...,
+        held: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout", "rank", b"rank"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["compatibility_key", b"compatibility_key", "dp_rank", b"dp_rank", "dp_size", b"dp_size", "engine_id", b"engine_id", "layout", b"layout", "memory", b"memory", "rank", b"rank", "ranks", b"ranks", "replace", b"replace"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["compatibility_key", b"compatibility_key", "dp_rank", b"dp_rank", "dp_size", b"dp_size", "engine_id", b"engine_id", "held", b"held", "layout", b"layout", "memory", b"memory", "rank", b"rank", "ranks", b"ranks", "replace", b"replace"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -336,6 +342,66 @@ class UnregisterCacheResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___UnregisterCacheResponse: _TypeAlias = UnregisterCacheResponse  # noqa: Y015
+
+@_typing.final
+class HoldRegistrationRequest(_message.Message):
+    """Request of KvTransfer.HoldRegistration."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ENGINE_ID_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    KEEP_LEASES_FIELD_NUMBER: _builtins.int
+    engine_id: _builtins.str
+    """REQUIRED."""
+    incarnation: _builtins.str
+    """REQUIRED.  Of RegisterCacheResponse: a stream holds this registration and no later one (STALE_INCARNATION)."""
+    keep_leases: _builtins.bool
+    """OPTIONAL.  What becomes of published requests when the engine is gone.  False: they are withdrawn.  True: they stay
+    readable until their leases end, and only then is the registration undone; allowed where all memory is owned by the
+    sidecar (FIELD_INVALID).  Of several streams the one that ends last decides.
+    """
+    def __init__(
+        self,
+        *,
+        engine_id: _builtins.str = ...,
+        incarnation: _builtins.str = ...,
+        keep_leases: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine_id", b"engine_id", "incarnation", b"incarnation", "keep_leases", b"keep_leases"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HoldRegistrationRequest: _TypeAlias = HoldRegistrationRequest  # noqa: Y015
+
+@_typing.final
+class HoldRegistrationResponse(_message.Message):
+    """Response of KvTransfer.HoldRegistration.  One message says that the stream is live; then nothing comes until the
+    registration ends: NOT_REGISTERED where it was unregistered, STALE_INCARNATION where another has replaced it,
+    SHUTTING_DOWN where the sidecar stops.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GRACE_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def grace(self) -> _duration_pb2.Duration:
+        """OUTPUT.  How long the registration outlives its last stream: so long may a broken one be replaced by another."""
+
+    def __init__(
+        self,
+        *,
+        grace: _duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["grace", b"grace"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["grace", b"grace"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HoldRegistrationResponse: _TypeAlias = HoldRegistrationResponse  # noqa: Y015
 
 @_typing.final
 class RemoteEngine(_message.Message):
@@ -2158,6 +2224,9 @@ class RegistrationStatus(_message.Message):
     BYTES_FIELD_NUMBER: _builtins.int
     GROUPS_FIELD_NUMBER: _builtins.int
     PUBLISHED_FIELD_NUMBER: _builtins.int
+    HOLDERS_FIELD_NUMBER: _builtins.int
+    UNDONE_IN_FIELD_NUMBER: _builtins.int
+    ORPHANED_FIELD_NUMBER: _builtins.int
     engine_id: _builtins.str
     """OUTPUT."""
     dp_rank: _builtins.int
@@ -2176,6 +2245,10 @@ class RegistrationStatus(_message.Message):
     """OUTPUT.  Of all regions."""
     published: _builtins.int
     """OUTPUT.  Requests whose blocks are held for readers."""
+    holders: _builtins.int
+    """OUTPUT.  Open streams of HoldRegistration."""
+    orphaned: _builtins.bool
+    """OUTPUT.  Its engine is gone, and it takes no new work; what was published stays readable until its leases end."""
     @_builtins.property
     def rank(self) -> _layout_pb2.Rank:
         """OUTPUT."""
@@ -2183,6 +2256,10 @@ class RegistrationStatus(_message.Message):
     @_builtins.property
     def groups(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """OUTPUT.  Names of the groups."""
+
+    @_builtins.property
+    def undone_in(self) -> _duration_pb2.Duration:
+        """OUTPUT.  Time left until it is undone, unless it is held again; unset where it is held, or was never to be."""
 
     def __init__(
         self,
@@ -2198,10 +2275,13 @@ class RegistrationStatus(_message.Message):
         bytes: _builtins.int = ...,
         groups: _abc.Iterable[_builtins.str] | None = ...,
         published: _builtins.int = ...,
+        holders: _builtins.int = ...,
+        undone_in: _duration_pb2.Duration | None = ...,
+        orphaned: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["rank", b"rank"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["rank", b"rank", "undone_in", b"undone_in"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "compatibility_key", b"compatibility_key", "dp_rank", b"dp_rank", "dp_size", b"dp_size", "engine_id", b"engine_id", "groups", b"groups", "incarnation", b"incarnation", "layout_fingerprint", b"layout_fingerprint", "published", b"published", "rank", b"rank", "regions", b"regions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "compatibility_key", b"compatibility_key", "dp_rank", b"dp_rank", "dp_size", b"dp_size", "engine_id", b"engine_id", "groups", b"groups", "holders", b"holders", "incarnation", b"incarnation", "layout_fingerprint", b"layout_fingerprint", "orphaned", b"orphaned", "published", b"published", "rank", b"rank", "regions", b"regions", "undone_in", b"undone_in"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -144,7 +144,8 @@ def _timestamp(seconds: float) -> Timestamp:
 
 def registration_to_pb(registration: Registration) -> pb.RegistrationStatus:
     """A registered cache."""
-    identity = registration.identity
+    identity, hold = registration.identity, registration.hold
+    left = hold.left(time.monotonic())
     return pb.RegistrationStatus(
         engine_id=identity.engine_id,
         rank=rank_to_pb(identity.rank),
@@ -157,6 +158,9 @@ def registration_to_pb(registration: Registration) -> pb.RegistrationStatus:
         bytes=registration.size,
         groups=[g.name for g in registration.layout.groups],
         published=len(registration.leases),
+        holders=hold.streams,
+        undone_in=None if left is None else duration(left),
+        orphaned=hold.over,
     )
 
 

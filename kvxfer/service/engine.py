@@ -13,7 +13,7 @@ import grpc.aio
 
 from kvxfer import __version__
 from kvxfer.core import transfers as life
-from kvxfer.core.errors import KvxferError, Reason
+from kvxfer.core.errors import KvxferError
 from kvxfer.pb import transfer_pb2 as pb
 from kvxfer.pb import transfer_pb2_grpc
 from kvxfer.service.describe import (
@@ -28,7 +28,7 @@ from kvxfer.service.describe import (
     transfer_to_pb,
 )
 from kvxfer.service.links import PROTOCOL_VERSIONS
-from kvxfer.service.registrations import Registration, Registrations
+from kvxfer.service.registrations import Registration, Registrations, stale, unregistered
 from kvxfer.service.settings import ServiceSettings
 from kvxfer.service.transfer import Transfer
 from kvxfer.service.transfers import new_transfer_id
@@ -98,6 +98,18 @@ class EngineService(transfer_pb2_grpc.KvTransferServicer):
         drain = fields.optional_seconds(request, "drain_timeout", "")
         await asyncio.shield(asyncio.ensure_future(self._registrations.unregister(engine_id, incarnation, drain)))
         return pb.UnregisterCacheResponse()
+
+    async def HoldRegistration(
+        self, request: pb.HoldRegistrationRequest, context: Context
+    ) -> AsyncIterator[pb.HoldRegistrationResponse]:
+        """Keep it as long as the caller is there."""
+        engine_id = fields.text(request.engine_id, "engine_id")
+        incarnation = fields.text(request.incarnation, "incarnation", fields.MAX_INCARNATION)
+        await self._registrations.ending(engine_id, incarnation)
+        with self._registrations.hold(engine_id, incarnation, keep_leases=request.keep_leases) as registration:
+            yield pb.HoldRegistrationResponse(grace=fields.duration(registration.hold.grace))
+            why = await asyncio.shield(registration.ended)
+        raise why
 
     # -- handshake -------------------------------------------------------------------------------------------------
 
@@ -202,13 +214,7 @@ class EngineService(transfer_pb2_grpc.KvTransferServicer):
         record = publish_from_pb(request)
         registration = self._registrations.get(record.engine_id)
         if record.incarnation not in ("", registration.incarnation):
-            raise KvxferError(
-                Reason.STALE_INCARNATION,
-                f"engine {record.engine_id} is registered as {registration.incarnation}, not as {record.incarnation}",
-                field="incarnation",
-                registered=registration.incarnation,
-                given=record.incarnation,
-            )
+            raise stale(record.engine_id, registration.incarnation, record.incarnation)
         return pb.PublishBlocksResponse(expires_in=fields.duration(registration.leases.publish(record)))
 
     async def RenewLease(self, request: pb.RenewLeaseRequest, context: Context) -> pb.RenewLeaseResponse:
@@ -296,13 +302,7 @@ async def _changes(
             yield number, changed
     finally:
         watchers.unwatch(watcher)
-    engine_id = registration.identity.engine_id
-    raise KvxferError(
-        Reason.NOT_REGISTERED,
-        f"the registration of engine {engine_id} has ended",
-        field="engine_id",
-        engine_id=engine_id,
-    )
+    raise unregistered(registration.identity.engine_id)
 
 
 def _of_spec(error: KvxferError) -> KvxferError:

@@ -77,6 +77,7 @@ class Leases:
         self._waiters = 0
         self._changed = asyncio.Event()
         self._closing = False
+        self._closed = False
         self._numbers = 0
         self.watchers: Final[Watchers[Lease]] = Watchers()
         self.totals: Final = Totals()
@@ -326,8 +327,16 @@ class Leases:
             self.tick(time.monotonic())
         return not self._live
 
+    async def over(self) -> None:
+        """Wait until every lease has ended, or nobody keeps them any more."""
+        while self._live and not self._closed:
+            self._changed.clear()
+            await self._changed.wait()
+
     def close(self) -> None:
         """End every stream."""
+        self._closed = True
+        self._changed.set()
         self.watchers.close()
 
     # -- small things ----------------------------------------------------------------------------------------------

@@ -110,7 +110,7 @@ class PeerService(peer_pb2_grpc.KvPeerServicer):
         return pb.CloseReadResponse()
 
     def _find(self, engine_id: str, rank: Rank, *, closing: bool = False) -> Registration:
-        registration = self._registrations.get(engine_id, closing=closing)
+        registration = self._registrations.get(engine_id, closing=closing, orphaned=True)
         own = registration.identity.rank
         if rank != own:
             raise KvxferError(

@@ -32,3 +32,4 @@ class ServiceSettings:
     max_read: float = 600.0
     drain_timeout: float = 10.0
     drain_limit: float = 10.0
+    engine_grace: float = 5.0
