@@ -161,6 +161,12 @@ class KvxferError(Exception):
         """Code, fault and retry of this error's reason."""
         return SPECS[self.reason]
 
+    def bare(self) -> KvxferError:
+        """The same error as it is kept: the traceback and the cause of one that was raised keep alive all that was
+        under way then, connections included."""
+        values: dict[str, Any] = dict(self.metadata)
+        return KvxferError(self.reason, self.message, field=self.field, **values)
+
     def within(self, prefix: str) -> KvxferError:
         """The same error with ``prefix.`` put before its field path."""
         field = f"{prefix}.{self.field}" if self.field else prefix

@@ -176,7 +176,7 @@ class Link:
         """A source is gone: nothing new is read over this link, and reads under way fail."""
         if not self.lost.done():
             log.warning("peer lost", engine=self.target.engine_id, reason=error.reason.value, detail=error.message)
-            self.lost.set_result(error)
+            self.lost.set_result(error.bare())
             self._owner.drop(self)
 
     def hold(self) -> None:

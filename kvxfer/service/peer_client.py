@@ -87,21 +87,31 @@ class GrpcPeerClient:
         try:
             return await call
         except grpc.aio.AioRpcError as error:
-            known = from_rpc_error(error)
-            if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
-                raise KvxferError(
-                    Reason.PEER_UNREACHABLE,
-                    f"{what} at {self._address}{self._how(error)}: {error.details() or error.code().name}",
-                    address=self._address,
-                    status=error.code().name,
-                    security="tls" if self._tls else "plaintext",
-                ) from error
-            # What it says of a field is about our call, not about that of our own caller.
-            raise KvxferError(known.reason, known.message, **dict(known.metadata)) from error
+            known, code, details = from_rpc_error(error), error.code(), error.details() or ""
+        # What is raised must not lead to the call, by its cause or by a frame of its traceback: whoever keeps a call
+        # keeps its connection open, also after its channel was closed.
+        del call
+        if "grpc_code" in known.metadata and code in (
+            grpc.StatusCode.UNAVAILABLE,
+            grpc.StatusCode.DEADLINE_EXCEEDED,
+        ):
+            raise KvxferError(
+                Reason.PEER_UNREACHABLE,
+                f"{what} at {self._address}{self._how(details)}: {details or code.name}",
+                address=self._address,
+                status=code.name,
+                security="tls" if self._tls else "plaintext",
+            )
+        # What it says of a field is about our call, not about that of our own caller; and that it is about to stop is
+        # no word about this side, nor a reason to give up what it still serves.
+        reason = Reason.PEER_UNREACHABLE if known.reason is Reason.SHUTTING_DOWN else known.reason
+        raise KvxferError(
+            reason, known.message, **{**known.metadata, "peer": self._address, "said": known.reason.value}
+        )
 
-    def _how(self, error: grpc.aio.AioRpcError) -> str:
+    def _how(self, details: str) -> str:
         """What may be said of TLS: a server that does not accept our certificate only hangs up."""
-        details = (error.details() or "").lower()
+        details = details.lower()
         if self._tls and ("handshake failed" in details or "verification check failed" in details):
             return ", whose TLS certificate or name is not accepted here, or which has no TLS"
         if "socket closed" not in details:
@@ -112,8 +122,10 @@ class GrpcPeerClient:
 
     async def exchange(self, query: ExchangeQuery, timeout: float) -> ExchangeAnswer:
         """See :meth:`kvxfer.service.link.PeerClient.exchange`."""
-        call = self._stub.Exchange(exchange_to_pb(query), timeout=timeout)
-        answer = await self._ask(call, f"rank {query.rank} of engine {query.engine_id} did not answer")
+        answer = await self._ask(
+            self._stub.Exchange(exchange_to_pb(query), timeout=timeout),
+            f"rank {query.rank} of engine {query.engine_id} did not answer",
+        )
         # Checking a large layout takes a while, and it is a stranger's.
         try:
             return await asyncio.to_thread(answer_from_pb, answer)
@@ -128,9 +140,11 @@ class GrpcPeerClient:
 
     async def open_read(self, record: OpenRead, timeout: float) -> Granted:
         """See :meth:`kvxfer.service.link.PeerClient.open_read`."""
-        call = self._stub.OpenRead(open_to_pb(record), timeout=timeout)
         ref = record.ref
-        answer = await self._ask(call, f"rank {ref.rank} of engine {ref.engine_id} did not confirm the read")
+        answer = await self._ask(
+            self._stub.OpenRead(open_to_pb(record), timeout=timeout),
+            f"rank {ref.rank} of engine {ref.engine_id} did not confirm the read",
+        )
         return granted_from_pb(answer)
 
     async def renew_read(self, ref: ReadRef, wanted: float, timeout: float) -> float:

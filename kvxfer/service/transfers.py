@@ -372,7 +372,7 @@ class Transfers:
 
     def _decide(self, transfer: Transfer, event: Event, error: KvxferError | None) -> None:
         """Give a transfer its outcome.  From here on nothing but :meth:`_let_go` touches it."""
-        transfer.error = error
+        transfer.error = None if error is None else error.bare()
         results = [p.result for p in transfer.parts if p.result is not None]
         for name, attribute in (("queue", "queue_seconds"), ("post", "post_seconds"), ("move", "move_seconds")):
             if results:

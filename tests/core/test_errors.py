@@ -21,3 +21,13 @@ def test_a_field_is_put_within_another_and_nothing_is_lost() -> None:
     error = KvxferError(Reason.LAYOUT_INVALID, "no", field="views[1]", layer="l0").within("layout.groups[0]")
     assert (error.field, dict(error.metadata)) == ("layout.groups[0].views[1]", {"layer": "l0"})
     assert KvxferError(Reason.LAYOUT_INVALID, "no").within("layout").field == "layout"
+
+
+def test_what_is_kept_of_an_error_leads_nowhere() -> None:
+    try:
+        raise KvxferError(Reason.LEASE_UNKNOWN, "no", field="request_id", request_id=1) from ValueError("cause")
+    except KvxferError as error:
+        kept = error.bare()
+    assert (kept.reason, kept.message, kept.field) == (Reason.LEASE_UNKNOWN, "no", "request_id")
+    assert dict(kept.metadata) == {"request_id": "1"}
+    assert (kept.__traceback__, kept.__cause__, kept.__context__) == (None, None, None)

@@ -1,0 +1,69 @@
+"""What a peer client leaves behind once it is closed."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import time
+from collections.abc import Iterator
+
+import grpc
+import grpc.aio
+import psutil
+import pytest
+
+from kvxfer.core.errors import KvxferError, Reason
+from kvxfer.core.layout import Rank
+from kvxfer.pb import peer_pb2 as pb
+from kvxfer.pb import peer_pb2_grpc
+from kvxfer.service.peer_client import GrpcPeerClient
+from kvxfer.wire.peer import OpenRead, Reader, ReadRef
+
+
+class Refusing(peer_pb2_grpc.KvPeerServicer):
+    """Refuses every read."""
+
+    async def OpenRead(self, request: pb.OpenReadRequest, context: object) -> pb.OpenReadResponse:
+        assert isinstance(context, grpc.aio.ServicerContext)
+        await context.abort(grpc.StatusCode.NOT_FOUND, "no such request")
+        raise AssertionError
+
+
+@pytest.fixture
+def no_collector() -> Iterator[None]:
+    """The collector of an idle process does not come by for a long time."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def connections(port: int) -> int:
+    return sum(
+        c.status == psutil.CONN_ESTABLISHED and bool(c.raddr) and c.raddr.port == port
+        for c in psutil.Process(os.getpid()).net_connections("tcp")
+    )
+
+
+@pytest.mark.usefixtures("no_collector")
+async def test_an_error_that_is_kept_does_not_keep_the_connection() -> None:
+    server = grpc.aio.server()
+    peer_pb2_grpc.add_KvPeerServicer_to_server(Refusing(), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    client = GrpcPeerClient(f"127.0.0.1:{port}", 1 << 20)
+    reader = Reader("d", Rank(), "i")
+    ref = ReadRef("p", Rank(), "i", "request", bytes(16), reader, 1, "transfer")
+    with pytest.raises(KvxferError) as caught:
+        await client.open_read(OpenRead(ref, 1, (), 5.0), 5.0)
+    assert caught.value.reason is not Reason.PEER_UNREACHABLE
+    assert connections(port) == 1
+    await client.close()
+    deadline = time.monotonic() + 5
+    while connections(port):
+        assert time.monotonic() < deadline, "the connection outlives its client"
+        await asyncio.sleep(0.01)
+    await server.stop(0)
