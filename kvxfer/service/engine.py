@@ -28,6 +28,7 @@ from kvxfer.service.describe import (
     transfer_to_pb,
 )
 from kvxfer.service.links import PROTOCOL_VERSIONS
+from kvxfer.service.reading import looked_at
 from kvxfer.service.registrations import Registration, Registrations, stale, unregistered
 from kvxfer.service.settings import ServiceSettings
 from kvxfer.service.transfer import Transfer
@@ -160,9 +161,9 @@ class EngineService(transfer_pb2_grpc.KvTransferServicer):
         try:
             registration = self._registrations.get(spec.engine_id)
             # The transfer is the sidecar's: a caller that goes away while it is made changes nothing.
-            return registration, await asyncio.shield(
-                asyncio.ensure_future(registration.transfers.prepare(named, make=make))
-            )
+            preparing = asyncio.ensure_future(registration.transfers.prepare(named, make=make))
+            preparing.add_done_callback(looked_at)
+            return registration, await asyncio.shield(preparing)
         except KvxferError as error:
             raise _of_spec(error) from error
 

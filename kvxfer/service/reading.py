@@ -158,10 +158,10 @@ def leave(*waiting: asyncio.Future[Any] | None) -> None:
     for future in waiting:
         if future is not None:
             future.cancel()
-            future.add_done_callback(_looked_at)
+            future.add_done_callback(looked_at)
 
 
-def _looked_at(ended: asyncio.Future[Any]) -> None:
-    """Asyncio complains about failures that nobody has looked at."""
+def looked_at(ended: asyncio.Future[Any]) -> None:
+    """A done callback: asyncio complains about failures that nobody has looked at."""
     if not ended.cancelled():
         ended.exception()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import socket
 from typing import Any
 
 import grpc.aio
@@ -210,6 +212,30 @@ async def test_a_caller_that_goes_away_changes_nothing(reading: Reading) -> None
     assert (await reading.d.get("t1")).state == POSTED
     reading.fabric.let_go()
     assert (await reach(reading, "t1", DONE)).quiesced
+
+
+async def test_a_caller_that_goes_away_during_a_handshake_that_fails(reading: Reading) -> None:
+    """Nobody is there to hear why; that is no reason to complain of a failure that nobody has looked at."""
+
+    def preparing() -> bool:
+        return any("prepare" in repr(task.get_coro()) for task in asyncio.all_tasks())
+
+    complaints: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: complaints.append(context))
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        request = reading.request("t1")
+        request.spec.ticket.ranks[0].address = f"127.0.0.1:{mute.getsockname()[1]}"
+        call = reading.stub.ReadBlocks(request)
+        connection, _ = await asyncio.to_thread(mute.accept)
+        assert preparing()
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        connection.close()
+    await soon(lambda: not preparing())
+    gc.collect()
+    await asyncio.sleep(0)
+    assert not complaints
 
 
 @pytest.mark.parametrize("reason", [Reason.TRANSFER_FAILED, Reason.PEER_LOST])
