@@ -177,9 +177,7 @@ class Sidecar:
         credentials = self._tls.channel_credentials() if self._tls else None
         return GrpcPeerClient(address, self.settings.message_limit, credentials, self.settings.peer_server_name)
 
-    def _new_server(
-        self, *before: grpc.aio.ServerInterceptor, more: Iterable[tuple[str, int]] = ()
-    ) -> grpc.aio.Server:
+    def _new_server(self, *before: grpc.aio.ServerInterceptor, more: Iterable[tuple[str, int]] = ()) -> grpc.aio.Server:
         limit = self.settings.message_limit
         return grpc.aio.server(
             interceptors=[*before, ErrorInterceptor()],
@@ -266,8 +264,11 @@ class Sidecar:
             await asyncio.sleep(TICK)
             now = time.monotonic()
             for registration in self.registrations:
-                registration.leases.tick(now)
-                registration.readers.tick(now)
+                try:
+                    registration.leases.tick(now)
+                    registration.readers.tick(now)
+                except Exception:  # without this nothing would expire any more
+                    log.exception("letting time pass failed", engine=registration.identity.engine_id)
 
 
 def _make_way(path: Path, group: int | None) -> None:

@@ -1643,6 +1643,9 @@ class PublishBlocksResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     EXPIRES_IN_FIELD_NUMBER: _builtins.int
+    PUBLICATION_FIELD_NUMBER: _builtins.int
+    publication: _builtins.int
+    """OUTPUT.  Number of this publication, unique within the registration; WatchLeases names it with every lease."""
     @_builtins.property
     def expires_in(self) -> _duration_pb2.Duration:
         """OUTPUT.  Time left, as of now."""
@@ -1651,10 +1654,11 @@ class PublishBlocksResponse(_message.Message):
         self,
         *,
         expires_in: _duration_pb2.Duration | None = ...,
+        publication: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["expires_in", b"expires_in"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["expires_in", b"expires_in"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["expires_in", b"expires_in", "publication", b"publication"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1791,6 +1795,7 @@ class Lease(_message.Message):
     READERS_FIELD_NUMBER: _builtins.int
     NUM_TOKENS_FIELD_NUMBER: _builtins.int
     AGE_FIELD_NUMBER: _builtins.int
+    PUBLICATION_FIELD_NUMBER: _builtins.int
     engine_id: _builtins.str
     """OUTPUT."""
     request_id: _builtins.str
@@ -1803,6 +1808,10 @@ class Lease(_message.Message):
     """OUTPUT.  Granted reads that are open."""
     num_tokens: _builtins.int
     """OUTPUT.  Tokens that were published."""
+    publication: _builtins.int
+    """OUTPUT.  Which publication it is, as PublishBlocks has answered: a request that was published anew has another, and
+    what is told of the former one is no word about its blocks.
+    """
     @_builtins.property
     def expires_in(self) -> _duration_pb2.Duration:
         """OUTPUT.  Time left until it ends by itself; unset where that has begun."""
@@ -1827,10 +1836,11 @@ class Lease(_message.Message):
         readers: _abc.Iterable[Global___LeaseReaders] | None = ...,
         num_tokens: _builtins.int = ...,
         age: _duration_pb2.Duration | None = ...,
+        publication: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "expires_in", b"expires_in"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "ending", b"ending", "engine_id", b"engine_id", "expires_in", b"expires_in", "num_tokens", b"num_tokens", "open_reads", b"open_reads", "readers", b"readers", "request_id", b"request_id", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "ending", b"ending", "engine_id", b"engine_id", "expires_in", b"expires_in", "num_tokens", b"num_tokens", "open_reads", b"open_reads", "publication", b"publication", "readers", b"readers", "request_id", b"request_id", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -129,6 +129,7 @@ def lease_to_pb(registration: Registration, lease: Lease) -> pb.Lease:
         ],
         num_tokens=lease.num_tokens,
         age=duration(now - lease.published),
+        publication=lease.number,
     )
 
 

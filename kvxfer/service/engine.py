@@ -216,11 +216,14 @@ class EngineService(transfer_pb2_grpc.KvTransferServicer):
         registration = self._registrations.get(record.engine_id)
         if record.incarnation not in ("", registration.incarnation):
             raise stale(record.engine_id, registration.incarnation, record.incarnation)
-        return pb.PublishBlocksResponse(expires_in=fields.duration(registration.leases.publish(record)))
+        lease = registration.leases.publish(record)
+        return pb.PublishBlocksResponse(
+            expires_in=fields.duration(lease.left(time.monotonic())), publication=lease.number
+        )
 
     async def RenewLease(self, request: pb.RenewLeaseRequest, context: Context) -> pb.RenewLeaseResponse:
         """Hold them longer."""
-        registration = self._registrations.get(fields.text(request.engine_id, "engine_id"))
+        registration = self._registrations.get(fields.text(request.engine_id, "engine_id"), closing=True)
         request_id = fields.text(request.request_id, "request_id")
         token = fields.token(request.lease_token, "lease_token")
         left = registration.leases.renew(request_id, token, fields.optional_seconds(request, "ttl", ""))
@@ -248,7 +251,7 @@ class EngineService(transfer_pb2_grpc.KvTransferServicer):
         self, request: pb.WatchLeasesRequest, context: Context
     ) -> AsyncIterator[pb.WatchLeasesResponse]:
         """Every lease that is published or has ended, as it happens."""
-        registration = self._registrations.get(fields.text(request.engine_id, "engine_id"))
+        registration = self._registrations.get(fields.text(request.engine_id, "engine_id"), closing=True)
         leases = registration.leases
         current = [lease for _, lease in leases][::-1] if request.include_current else []
         async for number, lease in _changes(leases.watchers, current, registration):

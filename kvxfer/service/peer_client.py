@@ -91,10 +91,8 @@ class GrpcPeerClient:
         # What is raised must not lead to the call, by its cause or by a frame of its traceback: whoever keeps a call
         # keeps its connection open, also after its channel was closed.
         del call
-        if "grpc_code" in known.metadata and code in (
-            grpc.StatusCode.UNAVAILABLE,
-            grpc.StatusCode.DEADLINE_EXCEEDED,
-        ):
+        silent = code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
+        if silent and "grpc_code" in known.metadata:  # not the peer, but gRPC says so
             raise KvxferError(
                 Reason.PEER_UNREACHABLE,
                 f"{what} at {self._address}{self._how(details)}: {details or code.name}",
@@ -105,9 +103,8 @@ class GrpcPeerClient:
         # What it says of a field is about our call, not about that of our own caller; and that it is about to stop is
         # no word about this side, nor a reason to give up what it still serves.
         reason = Reason.PEER_UNREACHABLE if known.reason is Reason.SHUTTING_DOWN else known.reason
-        raise KvxferError(
-            reason, known.message, **{**known.metadata, "peer": self._address, "said": known.reason.value}
-        )
+        told = {**known.metadata, "peer": self._address, "said": known.reason.value}
+        raise KvxferError(reason, known.message, **told)
 
     def _how(self, details: str) -> str:
         """What may be said of TLS: a server that does not accept our certificate only hangs up."""

@@ -26,7 +26,8 @@ from kvxfer.memory.api import MappedRegion, MemoryPolicy, open_region, take_regi
 from kvxfer.memory.handles import Handle, Mappable, Owned
 from kvxfer.memory.mapping import MemoryIdentity
 from kvxfer.service.leases import Leases
-from kvxfer.service.links import Links, PeerConnector
+from kvxfer.service.link import PeerConnector
+from kvxfer.service.links import Links
 from kvxfer.service.readers import Readers
 from kvxfer.service.settings import ServiceSettings
 from kvxfer.service.transfers import Transfers
@@ -131,9 +132,9 @@ class Registration:
         await self.links.stop()
         await self.transfers.close()
         await self.links.close()
-        self.leases.close()
         self.readers.close()
         await self.engine.close()
+        self.leases.close()  # the last: whoever watches them takes the end of the stream for the end of all reading
         await asyncio.to_thread(_close_all, self._regions, keep)
         if not self.ended.done():
             self.ended.set_result(why)
@@ -480,7 +481,7 @@ class Registrations:
             registration = self._by_engine.get(engine_id)
             if registration is None:
                 return
-            await registration.drain(self._settings.drain_timeout)
+            await registration.drain(self._settings.drain_timeout, self._settings.read_grant)
             # Sidecar-owned files stay: the cache is the engine's, which may register them again by path.  Not those of
             # an engine that is gone.
             keep = not registration.hold.over

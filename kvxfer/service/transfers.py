@@ -47,6 +47,8 @@ CLOSE_TIMEOUT: Final = 5.0
 CLOSE_DELAY: Final = 0.002
 #: After these a new handshake is needed.
 LINK_BREAKERS: Final = frozenset({Reason.PEER_LOST, Reason.PEER_UNREACHABLE, Reason.STALE_INCARNATION})
+#: What a source says that is about to stop; it serves on what it has granted.
+STOPPING: Final = Reason.SHUTTING_DOWN.value
 
 
 class Transfers:
@@ -199,12 +201,13 @@ class Transfers:
         small = ids * link.plan.most_per_block <= RESOLVE_INLINE
         read = resolve(*args) if small else await asyncio.to_thread(resolve, *args)
         resolved = time.perf_counter()
+        number = next(self._numbers)
         made: list[Part] = []
         try:
             for source, part in zip(link.sources, read.sources, strict=True):
                 live = None
                 if part.descriptors:
-                    make = self._maker(link, source, part, self._notice(spec, source.rank))
+                    make = self._maker(link, source, part, self._notice(spec, number, source.rank))
                     live = Live(source, await make(now=now), make)
                 made.append(Part(part.rank, source.facts.incarnation, part.descriptors, part.bytes_by_group, live))
         except BaseException:
@@ -212,7 +215,7 @@ class Transfers:
                 if state.live is not None:
                     await link.engine.release(state.live.read)
             raise
-        transfer = Transfer(spec, link, made, read.claims.tolist(), next(self._numbers))
+        transfer = Transfer(spec, link, made, read.claims.tolist(), number)
         transfer.timings.resolve = resolved - began
         transfer.timings.make = time.perf_counter() - resolved if now else None
         return transfer
@@ -319,7 +322,7 @@ class Transfers:
             log.exception("a transfer failed in an unforeseen way", transfer=transfer.id)
             event, fault = Event.FAULT, _as_error(error)
         leave(*work)
-        if fault is not None and fault.reason in LINK_BREAKERS:
+        if fault is not None and fault.reason in LINK_BREAKERS and fault.metadata.get("said") != STOPPING:
             link.lose(fault)
         transfer.timings.total = time.perf_counter() - began
         self._decide(transfer, event, fault)
@@ -393,6 +396,8 @@ class Transfers:
     async def _let_go(self, transfer: Transfer, link: Link, *, posted: bool) -> None:
         """Wait until the library has let go of a decided transfer, and give everything back."""
         for read in [live.read for live in transfer.live]:
+            if read.kept:
+                await link.cut(KvxferError(Reason.PEER_LOST, "a read failed of which some may still be under way"))
             # A read whose posting was called off in time was never posted; nothing will ever write for it.
             if read.state is ReadState.POSTED or not read.is_quiesced:
                 await self._quiesce(transfer, link, read)
@@ -415,10 +420,12 @@ class Transfers:
         self._ended.append(transfer.id)
         while len(self._ended) > self._settings.kept_transfers:
             del self._known[self._ended.popleft()]
-        if posted:
-            await self._close_everywhere(transfer, link, sources)
-        transfer.lease_token = b""
-        link.let_go()
+        try:
+            if posted:
+                await self._close_everywhere(transfer, link, sources)
+        finally:
+            transfer.lease_token = b""
+            link.let_go()
 
     async def _quiesce(self, transfer: Transfer, link: Link, read: XferRead) -> None:
         """Wait until the library has let go of a read; past the limit destroy what it is posted through."""
@@ -493,11 +500,12 @@ class Transfers:
     # -- what sources are told ---------------------------------------------------------------------------------------
 
     def _ref(self, of: Transfer, rank: RemoteRank) -> ReadRef:
-        return self._reference(of.request_id, of.lease_token, of.id, rank)
+        return self._reference(of.request_id, of.lease_token, told_id(of.id, of.number), rank)
 
-    def _notice(self, spec: TransferSpec, rank: RemoteRank) -> bytes:
+    def _notice(self, spec: TransferSpec, number: int, rank: RemoteRank) -> bytes:
         """The payload of the read's NIXL notification."""
-        ref = self._reference(spec.ticket.request_id, spec.ticket.lease_token, spec.transfer_id, rank)
+        name = told_id(spec.transfer_id, number)
+        ref = self._reference(spec.ticket.request_id, spec.ticket.lease_token, name, rank)
         return notice_to_bytes(
             ReadNotice(ref.engine_id, ref.incarnation, ref.request_id, ref.lease_token, ref.reader, ref.transfer_id)
         )
@@ -538,6 +546,12 @@ class Transfers:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("a transfer task failed", exc_info=error)
+
+
+def told_id(transfer_id: str, number: int) -> str:
+    """What sources are told instead of a transfer's ID: an engine may use an ID again once it is forgotten, and that is
+    another read."""
+    return f"{transfer_id[:200].rstrip()}/{number}"
 
 
 def new_transfer_id() -> str:

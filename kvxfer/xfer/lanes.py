@@ -91,6 +91,11 @@ class LanedRead:
         return max(read.make_seconds for _, read in self.parts)
 
     @property
+    def kept(self) -> bool:
+        """Whether any part is."""
+        return any(read.kept for _, read in self.parts)
+
+    @property
     def is_quiesced(self) -> bool:
         """Whether nothing writes into its local blocks any more."""
         return all(read.is_quiesced for _, read in self.parts)

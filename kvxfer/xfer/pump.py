@@ -128,17 +128,13 @@ class PumpSettings:
     :param spin: how long to poll without pause after the last event.
     :param yielding: how long after that to give the processor away between polls, before napping.
     :param nap: length of a nap; must be short against a read (the kernel adds about 50 us).
-    :param interval: between two polls while peers are connected and nothing is under way; at most 10 ms.  Where peers
-        are only known, the interval is a fixed 0.1 s.
-    :param grace: how long the request of a read that failed is kept, and polled for, before it is freed, unless the
-        peer was lost: other operations of it may still be moving, and the library does not tell.
+    :param interval: between two polls while peers may post and nothing is under way; at most 10 ms.
     """
 
     spin: float = 0.0003
     yielding: float = 0.02
     nap: float = 0.00002
     interval: float = 0.005
-    grace: float = 1.0
 
     def __post_init__(self) -> None:
         for name, low, high in (
@@ -146,7 +142,6 @@ class PumpSettings:
             ("yielding", 0.0, 10.0),
             ("nap", 0.0, 0.01),
             ("interval", 1e-4, 0.01),
-            ("grace", 0.0, 60.0),
         ):
             value = getattr(self, name)
             if not low <= value <= high:
@@ -163,7 +158,7 @@ class Job:
     :param wanted: asked once, right before posting: false means that nobody waits for it any more.
     :param settle: called on the loop with the result, once, when it is done, has failed or was not posted.
     :param let_go: called on the loop, once, when the library has freed the request (or was destroyed).
-    :param kept_until: not to be freed earlier; see :attr:`PumpSettings.grace`.
+    :param kept: it has failed, but some of it may still be moving; freed only with the agent.
     """
 
     handle: Any
@@ -177,7 +172,7 @@ class Job:
     taken: float = 0.0
     started: float = 0.0
     returned: float = 0.0
-    kept_until: float = 0.0
+    kept: bool = False
 
 
 class Pump:
@@ -204,6 +199,7 @@ class Pump:
         self._peers = 0
         self._posted: list[Job] = []
         self._lingering: list[Job] = []  # settled, but the library would not free them yet
+        self._kept: list[Job] = []  # failed, and freed only with the agent
         self._last_event = 0.0
         self._complained = 0.0
         self._stopping = False
@@ -297,9 +293,9 @@ class Pump:
         for job in self._posted:
             self.counters.failed += 1
             self._settle(job, gone)
-        for job in (*self._posted, *self._lingering):
+        for job in (*self._posted, *self._lingering, *self._kept):
             self._outbox.append(job.let_go)
-        self._posted, self._lingering = [], []
+        self._posted, self._lingering, self._kept = [], [], []
         while not self._commands.empty():  # what came too late is answered with SHUTTING_DOWN
             self._take(0.0)
         while self._bulk:
@@ -404,9 +400,15 @@ class Pump:
         except Exception as caught:  # noqa: BLE001  the thread must live on
             error = self._as_ours(caught)
             self.counters.failed += 1
+            # A request is many operations, and the library reports the first that failed while others may go on writing
+            # into local memory; it does not say how those fare, and freeing does not stop them.  With the connection
+            # gone there are none.
+            job.kept = error.reason is not Reason.PEER_LOST
             self._settle(job, KvxferError(error.reason, error.message, **{**error.metadata, "peer": job.peer}))
-            self._keep_failed(job, error)
-            self._retire(job)
+            if job.kept:
+                self._kept.append(job)
+            else:
+                self._retire(job)
             return True
         if job.returned == 0.0:
             job.returned = time.perf_counter()
@@ -434,24 +436,6 @@ class Pump:
         self._retire(job)
         return True
 
-    def _keep_failed(self, job: Job, error: KvxferError) -> None:
-        """Put off freeing a request that failed, where some of it may be in flight still.
-
-        A request is many operations, and NIXL reports the first that failed while others may go on writing into local
-        memory; freeing it then would tell ``quiesced`` too early, and NIXL does not say how the others fare.  So they
-        are given time, during which polling lets them complete.  With the connection gone there are none.
-        """
-        if error.reason is Reason.PEER_LOST or self._settings.grace <= 0.0:
-            return
-        job.kept_until = time.perf_counter() + self._settings.grace
-        _log.warning(
-            "%s: a read from %s failed, its memory stays in use for %.1f s more: %s",
-            self._name,
-            job.peer,
-            self._settings.grace,
-            error,
-        )
-
     def _settle(self, job: Job, result: ReadResult | KvxferError) -> None:
         self._last_event = time.perf_counter()
         self._outbox.append(lambda: job.settle(result))
@@ -461,9 +445,7 @@ class Pump:
             self._lingering.append(job)
 
     def _free(self, job: Job) -> bool:
-        """Free a settled request; false while some of it is still moving, or may be."""
-        if time.perf_counter() < job.kept_until:
-            return False
+        """Free a settled request; false while some of it is still moving."""
         try:
             self._driver.release(job.handle)
         except Exception as caught:  # noqa: BLE001  the thread must live on

@@ -179,9 +179,10 @@ async def test_one_part_that_fails_fails_the_whole(world: World) -> None:
     with pytest.raises(KvxferError) as caught:
         await world.reader.post(read)
     assert caught.value.reason is Reason.TRANSFER_FAILED
-    await read.quiesced
-    assert read.state is ReadState.FAILED
+    assert (read.state, read.kept, read.is_quiesced) == (ReadState.FAILED, True, False)
     await world.reader.release(read)
+    await world.reader.close(0.0)
+    assert read.is_quiesced
 
 
 async def test_a_cancelled_wait_drains_in_every_lane(world: World) -> None:
