@@ -256,6 +256,10 @@ class Registrations:
                     # A file that both name is the memory of the fresh one.
                     keep=lambda region: any(region.identity.meets(heir) for heir in heirs),
                 )
+            if self._closed:  # it has not seen this one
+                why = KvxferError(Reason.SHUTTING_DOWN, "the sidecar is shutting down")
+                await fresh.close(why, keep=lambda _: True)
+                raise why
             self._by_engine[engine_id] = fresh
             self.on_change()
             if record.held:
