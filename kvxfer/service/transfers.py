@@ -11,6 +11,7 @@ import contextlib
 import itertools
 import secrets
 import time
+import traceback
 from collections import deque
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final
@@ -362,6 +363,10 @@ class Transfers:
             # All are looked at, or asyncio would complain about those that were not.
             failed = [error for d in done & work if (error := d.exception()) is not None]
             work -= done
+            for error in failed:
+                # Its frames lead to the futures that it came from, and those back to it: until the collector came by,
+                # such a ring would keep calls, and with them connections, that were given up.
+                traceback.clear_frames(error.__traceback__)
             if failed:
                 return Event.FAULT, _worst([_as_error(error) for error in failed])
             if transfer.stop in done:
@@ -423,7 +428,7 @@ class Transfers:
         try:
             if posted:
                 await self._close_everywhere(transfer, link, sources)
-        finally:
+        finally:  # also where the registration ends before its sources could be told
             transfer.lease_token = b""
             link.let_go()
 

@@ -13,8 +13,8 @@ import itertools
 import logging
 import struct
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from types import TracebackType
 from typing import Any, Final
 
 from kvxfer.core.errors import KvxferError, Reason
@@ -50,19 +50,33 @@ def named_agent(metadata: bytes) -> str | None:
     return metadata[head : head + length].decode("utf-8", "replace")
 
 
-@contextmanager
-def _translated(default: Reason, what: str, **values: object) -> Iterator[None]:
-    """Turn whatever NIXL raises into a :class:`KvxferError`; the original goes to the log only."""
-    try:
-        yield
-    except KvxferError:
-        raise
-    except Exception as caught:  # noqa: BLE001  NIXL's exceptions have no common base
-        raise _translate(caught, default, what, **values) from None
+class _translated:
+    """Turn whatever NIXL raises into a :class:`KvxferError`; the original goes to the log only.
+
+    Not a generator: the frames of :mod:`contextlib` would keep the original's traceback; see :func:`_translate`.
+    """
+
+    def __init__(self, default: Reason, what: str, **values: object) -> None:
+        self._default, self._what, self._values = default, what, values
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, caught: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        # NIXL's exceptions have no common base.
+        if isinstance(caught, Exception) and not isinstance(caught, KvxferError):
+            made = [_translate(caught, self._default, self._what, **self._values)]
+            del caught, trace  # this frame is part of what is raised
+            raise made.pop() from None
 
 
 def _translate(caught: Exception, default: Reason, what: str, **values: object) -> KvxferError:
     _log.debug("NIXL: %s: %r", what, caught)
+    # It becomes the context of what is raised here, and its frames have hold of the agent: whoever kept the error would
+    # keep the agent from being destroyed, with its connections and its thread.
+    caught.__traceback__ = None
     kind = type(caught).__name__
     reason = _REASONS.get(kind, default)
     if reason is Reason.PEER_LOST:
@@ -199,6 +213,10 @@ class NixlDriver:
             # here: this agent then refuses that name for good (other names are unaffected).  Hence the digest around
             # the blob on the wire, and a fresh name for every incarnation.
             self._forget(expected_name)
+            if type(caught).__name__ == "nixlBackendError":
+                # The blob was read; UCX could not do anything with what it says: its ports are not reachable.
+                what = "no connection to the peer's transfer library"
+                raise _translate(caught, Reason.PEER_UNREACHABLE, what, peer=expected_name) from None
             what = "the peer's metadata could not be loaded"
             raise _translate(caught, Reason.PEER_METADATA_INVALID, what, peer=expected_name) from None
         found = loaded.decode("utf-8", "replace") if isinstance(loaded, bytes) else str(loaded)

@@ -35,16 +35,18 @@ class PlainMember(Member):
 
 
 class PlainEngine:
-    """An engine of one rank with ``blocks`` blocks."""
+    """An engine of one rank with ``blocks`` blocks, in files of its own or in ``regions``."""
 
-    def __init__(self, engine_id: str, worker: Worker, blocks: int) -> None:
+    def __init__(self, engine_id: str, worker: Worker, blocks: int, regions: SharedRegions | None = None) -> None:
         self.engine_id, self.worker = engine_id, worker
         layout = large_layout(blocks)
-        self.member = PlainMember(layout, SharedRegions.files(Path(worker.directory), engine_id, layout))
+        if regions is None:
+            regions = SharedRegions.files(Path(worker.directory), engine_id, layout)
+        self.member = PlainMember(layout, regions)
         self.blocks: Bytes = self.member.regions.arrays[0].reshape(blocks, BLOCK)
 
-    def register(self) -> PlainEngine:
-        request = registration(self.engine_id, self.member)
+    def register(self, *, replace: bool = False) -> PlainEngine:
+        request = registration(self.engine_id, self.member, replace=replace)
         self.member.registered = self.worker.stub.RegisterCache(request, timeout=30)
         return self
 

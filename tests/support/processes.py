@@ -49,7 +49,10 @@ def shared_directory() -> Iterator[Path]:
 
 
 class SidecarProcess:
-    """``kvxfer serve`` in a process of its own.  Starts at once; :meth:`ready` waits for it."""
+    """``kvxfer serve`` in a process of its own.  Starts at once; :meth:`ready` waits for it.
+
+    :param prefix: a command that becomes the one that follows it, such as ``ip netns exec NAME``.
+    """
 
     def __init__(
         self,
@@ -57,6 +60,7 @@ class SidecarProcess:
         name: str,
         settings: Mapping[str, object] | None = None,
         environment: Mapping[str, str] | None = None,
+        prefix: Sequence[str] = (),
     ) -> None:
         self.directory = directory
         self.name = name
@@ -64,6 +68,7 @@ class SidecarProcess:
         self.log_path = directory / f"{name}.log"
         self.settings = dict(settings or {})
         self._environment = dict(environment or {})
+        self._prefix = tuple(prefix)
         self._channels: list[grpc.Channel] = []
         self.start()
 
@@ -71,6 +76,7 @@ class SidecarProcess:
         """Start it, also again after it has ended."""
         flags = {"log_format": "json", "log_level": "info", **self.settings}
         command = [
+            *self._prefix,
             *(sys.executable, "-c", _MAIN.format(parent=os.getpid()), "serve"),
             *("--engine-socket", str(self.socket), "--memory-directory", str(self.directory)),
             *(part for name, value in flags.items() for part in ("--set", f"{name}={value}")),
@@ -107,6 +113,12 @@ class SidecarProcess:
     def peer_stub(self, address: str) -> peer_pb2_grpc.KvPeerStub:
         """The peer service at ``address``."""
         return peer_pb2_grpc.KvPeerStub(self.peer_channel(address))
+
+    def steady_channel(self) -> grpc.Channel:
+        """A channel to the engine listener that outlives restarts; its owner closes it."""
+        channel = self._channel(f"unix:{self.socket}")
+        self._channels.remove(channel)
+        return channel
 
     def _channel(self, target: str) -> grpc.Channel:
         options = [

@@ -9,6 +9,7 @@ import os
 import random
 import signal
 import time
+import weakref
 from collections.abc import Awaitable
 
 import numpy as np
@@ -18,7 +19,7 @@ from kvxfer.core.errors import KvxferError, Reason
 from kvxfer.xfer.api import MemoryKind, Peer, Read, ReadResult, ReadState, RowArray, Rows, TransferEngine
 from kvxfer.xfer.engine import EngineSettings
 from kvxfer.xfer.environment import DEFAULTS
-from kvxfer.xfer.nixl import NixlEngine
+from kvxfer.xfer.nixl import NixlEngine, _translated
 from tests.xfer.nixl_processes import Bytes, Target, cpu_seconds, pattern, reader, run, span_of, target
 from tests.xfer.waiting import state_of, until
 
@@ -464,3 +465,24 @@ async def described() -> None:
 
 def test_info_tells_defaults_from_the_users_settings() -> None:
     run(described, {"UCX_TCP_TX_SEG_SIZE": "32K"})
+
+
+class _Agent:
+    """Stands for NIXL's, which is destroyed when nobody refers to it any more."""
+
+    def fail(self) -> None:
+        raise RuntimeError("NIXL_ERR_BACKEND")
+
+
+def test_an_error_that_is_kept_does_not_keep_the_agent() -> None:
+    agent = _Agent()
+    gone = weakref.ref(agent)
+    with pytest.raises(KvxferError) as kept, _translated(Reason.PEER_UNREACHABLE, "no connection"):
+        agent.fail()
+    gc.disable()  # which would come by some day, and not when an agent has to be destroyed
+    try:
+        del agent
+        assert gone() is None
+    finally:
+        gc.enable()
+    assert kept.value.reason is Reason.PEER_UNREACHABLE
