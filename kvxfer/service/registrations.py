@@ -209,8 +209,7 @@ class Registrations:
         _check_handles(record.layout, record.memory)
         engine_id, content = record.engine_id, replace(record, replace=False, held=False)
         async with self._alone(engine_id):
-            if self._closed:
-                raise KvxferError(Reason.SHUTTING_DOWN, "the sidecar is shutting down")
+            self._check_open()
             existing = self._by_engine.get(engine_id)
             if existing is not None:
                 same = existing.identity == content and existing.takes_work
@@ -256,15 +255,20 @@ class Registrations:
                     # A file that both name is the memory of the fresh one.
                     keep=lambda region: any(region.identity.meets(heir) for heir in heirs),
                 )
-            if self._closed:  # it has not seen this one
-                why = KvxferError(Reason.SHUTTING_DOWN, "the sidecar is shutting down")
+            try:
+                self._check_open()
+            except KvxferError as why:  # what has closed has not seen this one
                 await fresh.close(why, keep=lambda _: True)
-                raise why
+                raise
             self._by_engine[engine_id] = fresh
             self.on_change()
             if record.held:
                 self._expect(fresh)
             return fresh
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise KvxferError(Reason.SHUTTING_DOWN, "the sidecar is shutting down")
 
     def _is_still(self, registration: Registration) -> bool:
         """Whether the handles of a registration still name the memory that it has mapped."""

@@ -171,8 +171,8 @@ class Cluster:
     async def close(self) -> None:
         self.fabric.let_go()
         for node in self.nodes:
-            for registration in node.sidecar.registrations:
-                for _, lease in registration.leases:
+            for known in node.sidecar.registrations:
+                for _, lease in known.leases:
                     lease._grants.clear()  # whoever was granted a read is a test that is over
             await node.stop()
         for engine in self._engines:
