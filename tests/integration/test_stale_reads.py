@@ -8,7 +8,8 @@ the check taken out, to see that it is the check that refuses: the stale bytes a
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+import os
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import replace
 from typing import Any, Final
 
@@ -23,6 +24,15 @@ from kvxfer.wire.tickets import Ticket
 from tests.support.engines import as_bytes
 from tests.support.errors import refusal
 from tests.support.loopback import STRIDE, Cluster, Reading, new_cluster, small_lists, soon
+
+
+@pytest.fixture(autouse=True)
+def environment() -> Iterator[None]:
+    """NIXL is loaded in this process, with our defaults in its environment; those of later tests start without."""
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
 
 
 @pytest.fixture
