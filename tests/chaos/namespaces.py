@@ -12,7 +12,7 @@ import os
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 
 _numbers = itertools.count()
@@ -145,7 +145,7 @@ def why_not() -> str:
         network = Network(["a", "b"])
     except OSError as error:
         return f"no network namespaces here: {error}"
-    faults: list[Callable[[], object]] = [
+    faults: list[Callable[[], AbstractContextManager[None]]] = [
         lambda: network.link_down("a"),
         lambda: network.cut("a", "b", "1000-2000"),
         lambda: network.loss("a", 0.05),
@@ -153,9 +153,7 @@ def why_not() -> str:
     ]
     try:
         for fault in faults:
-            made = fault()
-            assert hasattr(made, "__enter__")
-            with made:
+            with fault():
                 pass
     except OSError as error:
         return f"this kernel cannot break a network: {error}"

@@ -21,6 +21,7 @@ from pathlib import Path
 
 import grpc
 import numpy as np
+import numpy.typing as npt
 
 from kvxfer.core.resolve import BlockList
 from kvxfer.pb import transfer_pb2 as pb
@@ -43,9 +44,10 @@ _RAMP = np.arange(BLOCK // 8, dtype=np.uint64)
 _STRIDE = np.uint64(0x9E37_79B9_7F4A_7C15)
 
 
-def pattern(number: int, index: int) -> np.ndarray:  # type: ignore[type-arg]
+def pattern(number: int, index: int) -> npt.NDArray[np.uint64]:
     """What the ``index``-th block of a request holds: no two requests, blocks or places are alike."""
-    return (_RAMP + np.uint64(number * 64 + index) * np.uint64(BLOCK)) * _STRIDE
+    made: npt.NDArray[np.uint64] = (_RAMP + np.uint64(number * 64 + index) * np.uint64(BLOCK)) * _STRIDE
+    return made
 
 
 class Steady:
@@ -382,9 +384,9 @@ class Soak:
             *((k, str(v)) for k, v in f.faults.most_common()),
             *((f"leases: {k}", str(v)) for k, v in f.leases.most_common()),
         ]
-        head = ("minute", "DONE", "reads")
+        head = ["minute", "DONE", "reads"]
         for side in ("P", "D"):
-            head += (f"{side}: fds", "threads", "own memory, MiB", "")
+            head += [f"{side}: fds", "threads", "own memory, MiB", ""]
         return table(("what", "figure"), counted) + "\nAt rest:\n\n" + table(head, self.samples)
 
 

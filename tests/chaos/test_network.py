@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -84,15 +84,10 @@ def nothing_to_p(network: Network) -> AbstractContextManager[None]:
     return network.drop("d", "p")
 
 
-def ucx_ports_of_p(network: Network) -> AbstractContextManager[None]:
-    return network.cut("p", "d", UCX_PORTS)
-
-
-def ucx_ports_of_both(network: Network) -> AbstractContextManager[None]:
-    stack = ExitStack()
-    stack.enter_context(network.cut("p", "d", UCX_PORTS))
-    stack.enter_context(network.cut("d", "p", UCX_PORTS))
-    return stack
+@contextmanager
+def ucx_ports_of_both(network: Network) -> Iterator[None]:
+    with network.cut("p", "d", UCX_PORTS), network.cut("d", "p", UCX_PORTS):
+        yield
 
 
 def loses_packets(network: Network, share: float = 0.05) -> AbstractContextManager[None]:
@@ -100,7 +95,7 @@ def loses_packets(network: Network, share: float = 0.05) -> AbstractContextManag
 
 
 def nothing(network: Network) -> AbstractContextManager[None]:
-    return ExitStack()
+    return nullcontext()
 
 
 OK = outcomes(DONE)
