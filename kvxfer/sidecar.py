@@ -190,6 +190,8 @@ class Sidecar:
                 ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
                 ("grpc.keepalive_time_ms", 20_000),
                 ("grpc.keepalive_timeout_ms", 10_000),
+                # Else its own pings end after two, and a connection whose peer has vanished stays for good.
+                ("grpc.http2.max_pings_without_data", 0),
                 *more,
             ],
         )

@@ -146,16 +146,16 @@ async def _renew(
     asked = clock()
     renewing = asyncio.ensure_future(client.renew_read(ref, timeout, max(0.001, grant.until - asked)))
     both: list[asyncio.Future[Any]] = [moving, renewing]
-    await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
-    if not renewing.done():
-        leave(renewing)
-        return
     try:
-        grant.until = max(grant.until, asked + renewing.result() * SURE)
+        await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+        if renewing.done():
+            grant.until = max(grant.until, asked + renewing.result() * SURE)
     except KvxferError as error:
         if not error.spec.retry:
             raise
         # It is tried again until the time that was granted is over.
+    finally:
+        leave(renewing)  # also where the transfer was given up meanwhile: nobody would look at it
 
 
 def leave(*waiting: asyncio.Future[Any] | None) -> None:

@@ -205,7 +205,9 @@ class Engine(PlainEngine):
 
     def unregister(self) -> None:
         """Through its sidecar, whatever has become of the engine."""
-        self.side.stub.UnregisterCache(pb.UnregisterCacheRequest(engine_id=self.engine_id), timeout=60)
+        request = pb.UnregisterCacheRequest(engine_id=self.engine_id)
+        request.drain_timeout.FromSeconds(15)  # longer than any grant
+        self.side.stub.UnregisterCache(request, timeout=60)
 
     def disconnect(self) -> None:
         """End the process, if it has one, and with it its connections."""

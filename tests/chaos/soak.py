@@ -414,9 +414,9 @@ def main() -> int:
     with soaking(options.seed) as soak:
         figures = soak.run(options.minutes)
         text = soak.report(options.minutes)
-    print("\n" + text)
-    if options.report:
-        write_section(options.report, "soak", text)
+        print("\n" + text, flush=True)
+        if options.report:
+            write_section(options.report, "soak", text)
     return 1 if figures.wrong or figures.leaks else 0
 
 

@@ -235,6 +235,8 @@ class Play:
         """Whatever has happened."""
         for side in self.stage:
             wake(side.pid)
+            if side.process.poll() is not None:  # only where the test has failed, which this may explain
+                print(f"sidecar {side.name} ended {side.process.returncode}:\n{side.log()[-3000:]}")
         for engine in self.engines:
             with contextlib.suppress(grpc.RpcError):  # it is gone, or its sidecar is: the test has failed before
                 engine.unregister()

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import pytest
 
 from tests.chaos.cases import DONE, DRAIN_LIMIT, LONG_HOLD, READ_GRANT, SETTINGS, SLACK, outcomes
+from tests.chaos.census import assert_no_leaks
 from tests.chaos.namespaces import Network, run, why_not
 from tests.chaos.report import Row
 from tests.chaos.stage import LARGE, Play, Stage
@@ -32,7 +33,7 @@ SILENCE = 3.0
 
 
 #: Seconds until the peer listener drops a connection whose other end has vanished (see kvxfer/sidecar.py).
-KEEPALIVE = 30.0
+KEEPALIVE = 40.0
 
 
 class MakeFault(Protocol):
@@ -226,6 +227,39 @@ def try_it(case: Case, scene: Scene, play: Play, slowness: ExitStack) -> Row:
         remarks.append(f"the next read: {first} once, then as ever")
     play.finish(list(scene.stage), KEEPALIVE + SLACK)
     return Row(case.name, case.phase, saw, after, lease, third, "; ".join(remarks))
+
+
+@pytest.mark.chaos_all
+@pytest.mark.parametrize("phase", ["half done", "idle"])
+def test_a_reader_that_vanishes(phase: str, scene: Scene, rows: dict[str, list[Row]]) -> None:
+    """Its machine is gone, and nothing ever says so: P must find out by itself, and keep nothing."""
+    play = Play(scene.stage)
+    try:
+        play.read_again()
+        with scene.network.slow("p", SLOW):
+            if phase == "half done":
+                ticket = play.make_ticket()
+                play.publish(ticket, LONG_HOLD)
+                play.start(ticket, 60.0, 70.0)
+                until(play.begun, 30, "the first byte")
+            cut = ExitStack()
+            cut.enter_context(scene.network.cut("p", "d"))
+        with cut:
+            scene.stage.d.kill()
+            struck = time.monotonic()
+            third = play.serve_a_third("p")
+            play.third.unregister()
+            play.p.unregister()  # once what it has granted is over
+            for side in (scene.stage.p, scene.stage.third):
+                assert_no_leaks(side, play.before[side.pid], KEEPALIVE + SLACK)
+            after = time.monotonic() - struck
+        lease = "ended with the grant" if phase == "half done" else ""
+        row = Row("D's machine vanishes", phase, "nothing is left of D at P", after, lease, third)
+        rows.setdefault("network", []).append(row)
+        print(row)
+    finally:
+        play.close()
+        scene.stage.repair()
 
 
 def test_no_namespace_is_left_after_a_failure_in_the_middle() -> None:
