@@ -203,17 +203,17 @@ async def _awaited(call: Any) -> Any:
 
 async def test_a_long_read_renews(cluster: Cluster) -> None:
     """It takes longer than what is granted at a time, and longer than the lease."""
-    p = await cluster.engine("engine-p", [await cluster.node(read_grant=0.3)])
+    p = await cluster.engine("engine-p", [await cluster.node(read_grant=1.0)])
     d = await cluster.engine("engine-d", [await cluster.node()])
     reading = Reading(cluster, p, d)
     await reading.good()
     ticket = unpublished(reading)
-    p.publish(ticket, ttl=0.4)
+    p.publish(ticket, ttl=1.5)
     cluster.fabric.hold()
     waiting = asyncio.ensure_future(_awaited(reading.stub.ReadBlocks(reads(reading, ticket))))
     await soon(lambda: any(lease.state.value == "EXPIRING" for _, lease in leases_of(p)))
     began = asyncio.get_running_loop().time()
-    await soon(lambda: asyncio.get_running_loop().time() > began + 0.6)  # two grants more
+    await soon(lambda: asyncio.get_running_loop().time() > began + 2.0)  # two grants more
     cluster.fabric.let_go()
     assert (await waiting).transfer.state == pb.TRANSFER_STATE_DONE
     await soon(lambda: not leases_of(p).open_reads)
