@@ -25,6 +25,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -39,11 +41,13 @@ from kvxfer.core.resolve import BlockList, Request, resolve
 from kvxfer.pb import transfer_pb2 as pb
 from kvxfer.pb import transfer_pb2_grpc
 from kvxfer.wire.blocks import block_lists_to_pb
-from kvxfer.wire.requests import RegisterCache, register_to_pb
+from kvxfer.wire.requests import PublishBlocks, RegisterCache, publish_to_pb, register_to_pb
 from kvxfer.wire.tickets import Ticket, TicketRank, ticket_to_pb
 from kvxfer_client.memory import SharedRegion
 
 TOKENS = 16
+#: Reads of each before any is measured.
+WARM_UP = 5
 
 
 @dataclass(frozen=True)
@@ -159,38 +163,63 @@ class Raw:
 
 
 class Sidecars:
-    """A P and a D sidecar, and the call that reads from one to the other."""
+    """A P sidecar and D sidecars, and the call that reads from one to the other.
 
-    def __init__(self, case: Case, directory: Path, local: list[SharedRegion], remote: list[SharedRegion]) -> None:
+    :param mains: what each D sidecar's process runs, as arguments of Python.
+    :param reads: reads of each D that will be asked for: their requests are published beforehand, as they would be.
+    """
+
+    def __init__(
+        self,
+        case: Case,
+        directory: Path,
+        local: list[SharedRegion],
+        remote: list[SharedRegion],
+        reads: int,
+        mains: Sequence[Sequence[str]] = (("-m", "kvxfer"),),
+    ) -> None:
         self._processes: list[subprocess.Popen[bytes]] = []
-        p, d = (self._start(directory, name) for name in ("p", "d"))
+        p = self.p = self._start(directory, "p", ("-m", "kvxfer"))
+        self.readers = [self._start(directory, f"d{i}", main) for i, main in enumerate(mains)]
         done = self._register(p, "P", case, remote)
-        self._register(d, "D", case, local)
-        ticket = Ticket(
+        self.requests: list[list[pb.ReadBlocksRequest]] = []
+        for i, d in enumerate(self.readers):
+            self._register(d, f"D{i}", case, local)
+            tickets = [self._ticket(case, f"{i}-{n}", done) for n in range(reads)]
+            for ticket in tickets:
+                record = PublishBlocks(
+                    "P", "", ticket.request_id, ticket.blocks, ticket.num_tokens, ticket.lease_token, 3600.0, None
+                )
+                p.PublishBlocks(publish_to_pb(record))
+            d.Handshake(pb.HandshakeRequest(engine_id=f"D{i}", ticket=ticket_to_pb(tickets[0])), timeout=30)
+            mine = block_lists_to_pb([BlockList("attention", case.ids(2))])
+            self.requests.append(
+                [
+                    pb.ReadBlocksRequest(
+                        spec=pb.TransferSpec(engine_id=f"D{i}", ticket=ticket_to_pb(t), local_blocks=mine)
+                    )
+                    for t in tickets
+                ]
+            )
+
+    @staticmethod
+    def _ticket(case: Case, request_id: str, p: pb.RegisterCacheResponse) -> Ticket:
+        return Ticket(
             "P",
             "bench",
             1,
             1,
-            (TicketRank(Rank(), done.incarnation, done.peer_address),),
-            "bench",
+            (TicketRank(Rank(), p.incarnation, p.peer_address),),
+            request_id,
             (BlockList("attention", case.ids(1)),),
             case.blocks * TOKENS,
             secrets.token_bytes(16),
             3600.0,
         )
-        self._stub = d
-        self._request = pb.ReadBlocksRequest(
-            spec=pb.TransferSpec(
-                engine_id="D",
-                ticket=ticket_to_pb(ticket),
-                local_blocks=block_lists_to_pb([BlockList("attention", case.ids(2))]),
-            )
-        )
-        d.Handshake(pb.HandshakeRequest(engine_id="D", ticket=ticket_to_pb(ticket)), timeout=30)
 
-    def _start(self, directory: Path, name: str) -> transfer_pb2_grpc.KvTransferStub:
+    def _start(self, directory: Path, name: str, main: Sequence[str]) -> transfer_pb2_grpc.KvTransferStub:
         socket = directory / f"{name}.sock"
-        command = [sys.executable, "-m", "kvxfer", "serve", "--engine-socket", str(socket)]
+        command = [sys.executable, *main, "serve", "--engine-socket", str(socket)]
         command += ["--memory-directory", str(directory), "--log-level", "warning"]
         self._processes.append(subprocess.Popen(command))
         channel = grpc.insecure_channel(f"unix:{socket}")
@@ -203,16 +232,23 @@ class Sidecars:
         answer: pb.RegisterCacheResponse = stub.RegisterCache(register_to_pb(record), timeout=30)
         return answer
 
-    def once(self) -> tuple[float, pb.Transfer]:
+    def once(self, reader: int = 0) -> tuple[float, pb.Transfer]:
         """Seconds of one ReadBlocks, and what it says of itself."""
+        request = self.requests[reader].pop()
         began = time.perf_counter()
-        answer = self._stub.ReadBlocks(self._request, timeout=60)
+        answer = self.readers[reader].ReadBlocks(request, timeout=60)
         return time.perf_counter() - began, answer.transfer
+
+    @property
+    def pids(self) -> list[int]:
+        """Of P's sidecar, then of D's."""
+        return [process.pid for process in self._processes]
 
     def empty(self) -> float:
         """Seconds of the cheapest call."""
         began = time.perf_counter()
-        self._stub.ListTransfers(pb.ListTransfersRequest(engine_id="D", page_size=1, states=[pb.TRANSFER_STATE_FAILED]))
+        failed = pb.ListTransfersRequest(engine_id="D0", page_size=1, states=[pb.TRANSFER_STATE_FAILED])
+        self.readers[0].ListTransfers(failed)
         return time.perf_counter() - began
 
     def close(self) -> None:
@@ -227,43 +263,52 @@ def _seconds(duration: Any) -> float:
     return float(duration.seconds + duration.nanos / 1e9)
 
 
-def run(case: Case, rounds: int) -> dict[str, Any]:
-    """All rounds of a case."""
+@contextmanager
+def shared(case: Case) -> Iterator[tuple[Path, list[SharedRegion], list[SharedRegion]]]:
+    """A directory, and in it D's and P's cache, of which P's is filled."""
     directory = Path(tempfile.mkdtemp(prefix="kvxfer-bench-", dir="/dev/shm" if Path("/dev/shm").is_dir() else None))
-    sidecars = raw = None
     try:
-        layout = case.layout
         local, remote = (
-            [SharedRegion.create_file(directory / f"{side}{i}", r.size) for i, r in enumerate(layout.regions)]
+            [SharedRegion.create_file(directory / f"{side}{i}", r.size) for i, r in enumerate(case.layout.regions)]
             for side in ("d", "p")
         )
         rng = np.random.default_rng(0)
         for region in remote:
             region.numpy(np.uint8, (region.size,))[:] = rng.integers(0, 256, region.size, dtype=np.uint8)
-        sidecars, raw = Sidecars(case, directory, local, remote), Raw(case, local, remote)
-        for _ in range(5):
-            raw.once()
-            sidecars.once()
-        made, moved, whole, empty, phases = [], [], [], [], []
-        for i in range(rounds):
-            # Alternate who goes first: the second of a pair finds warmer caches.
-            if i % 2:
-                seconds, transfer = sidecars.once()
-                make, move = raw.once()
-            else:
-                make, move = raw.once()
-                seconds, transfer = sidecars.once()
-            made.append(make)
-            moved.append(move)
-            whole.append(seconds)
-            empty.append(sidecars.empty())
-            phases.append({f.name: _seconds(v) for f, v in transfer.timings.ListFields()})
+        yield directory, local, remote
     finally:
-        if sidecars is not None:
-            sidecars.close()
-        if raw is not None:
-            raw.close()
         shutil.rmtree(directory)
+
+
+def run(case: Case, rounds: int) -> dict[str, Any]:
+    """All rounds of a case."""
+    sidecars = raw = None
+    made, moved, whole, empty, phases = [], [], [], [], []
+    with shared(case) as (directory, local, remote):
+        try:
+            sidecars = Sidecars(case, directory, local, remote, rounds + WARM_UP)
+            raw = Raw(case, local, remote)
+            for _ in range(WARM_UP):
+                raw.once()
+                sidecars.once()
+            for i in range(rounds):
+                # Alternate who goes first: the second of a pair finds warmer caches.
+                if i % 2:
+                    seconds, transfer = sidecars.once()
+                    make, move = raw.once()
+                else:
+                    make, move = raw.once()
+                    seconds, transfer = sidecars.once()
+                made.append(make)
+                moved.append(move)
+                whole.append(seconds)
+                empty.append(sidecars.empty())
+                phases.append({f.name: _seconds(v) for f, v in transfer.timings.ListFields()})
+        finally:
+            if sidecars is not None:
+                sidecars.close()
+            if raw is not None:
+                raw.close()
     ratios = sorted(w / m for w, m in zip(whole, moved, strict=True))
     with_make = sorted(w / (m + k) for w, m, k in zip(whole, moved, made, strict=True))
     size = case.block * case.blocks * case.layers

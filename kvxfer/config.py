@@ -19,6 +19,7 @@ from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, Settings
 from kvxfer.core.errors import KvxferError
 from kvxfer.memory.policy import DEFAULT_DIRECTORY, MemoryPolicy
 from kvxfer.service.settings import ServiceSettings
+from kvxfer.tls import TlsFiles
 from kvxfer.wire.fields import address
 
 #: 200,000 packed block IDs on each side are about 1 MiB; layouts of the largest models a few.
@@ -66,6 +67,19 @@ class Settings(BaseSettings):
         "", description="host:port under which peers reach the peer listener; empty: peer_host and the port bound."
     )
     insecure_peer: bool = Field(False, description="Allow a plaintext peer listener off loopback.")
+    peer_tls_cert: Path | None = Field(
+        None, description="Certificate, PEM, with its intermediates: of the peer listener and for calling others."
+    )
+    peer_tls_key: Path | None = Field(None, description="Its key, PEM, without a password.")
+    peer_tls_ca: Path | None = Field(None, description="CA certificates, PEM, that peers' certificates must be of.")
+    peer_allowed_sans: tuple[str, ...] = Field(
+        (),
+        description="Globs of names (DNS, IP, or URI where the glob has ://) whose certificates may call the peer "
+        "listener; none: every certificate of the CA.",
+    )
+    peer_server_name: str = Field(
+        "", description="Name that the certificates of peers must carry; empty: the host of their address."
+    )
     message_limit: int = Field(
         MESSAGE_LIMIT, ge=1024 * 1024, le=256 * 1024 * 1024, description="Largest gRPC message, in bytes."
     )
@@ -88,7 +102,15 @@ class Settings(BaseSettings):
     # -- limits
     max_registrations: int = Field(8, ge=1, le=1024, description="Engines registered at once.")
     max_transfers: int = Field(4096, ge=1, le=1_000_000, description="Transfers that are not finished, per engine.")
+    max_transfers_per_peer: int = Field(1024, ge=1, le=1_000_000, description="Of them from one remote engine.")
     max_bytes_in_flight: int = Field(64 * 2**30, ge=2**20, description="Bytes posted and not finished, per engine.")
+    max_bytes_in_flight_per_peer: int = Field(32 * 2**30, ge=2**20, description="Of them from one remote engine.")
+    max_peers: int = Field(
+        256,
+        ge=1,
+        le=16_384,
+        description="Remote engines that an engine may read from at once; each takes its own agents.",
+    )
     max_descriptors: int = Field(8_388_608, ge=1, le=2**31 - 1, description="Descriptors that one read may name.")
     max_leases: int = Field(65_536, ge=1, description="Published requests held at once, per engine.")
     kept_transfers: int = Field(4096, ge=0, description="Finished transfers that GetTransfer still knows, per engine.")
@@ -108,6 +130,9 @@ class Settings(BaseSettings):
     drain_timeout: Seconds = Field(10.0, description="At shutdown: how long posted reads may still run.")
     drain_limit: Seconds = Field(
         10.0, description="How long a read that has failed may stay in flight before its NIXL agent is destroyed."
+    )
+    engine_grace: Seconds = Field(
+        5.0, description="How long a registration outlives the last stream that held it (HoldRegistration)."
     )
     poll_interval: Annotated[float, Field(gt=0, le=0.010)] = Field(
         0.0095, description="How often NIXL is polled while readers are connected; at most 10 ms."
@@ -137,12 +162,34 @@ class Settings(BaseSettings):
 
     @model_validator(mode="after")
     def _peer_must_be_private(self) -> Settings:
-        if not self.insecure_peer and not is_loopback(self.peer_host):
+        if not self.insecure_peer and self.peer_tls() is None and not is_loopback(self.peer_host):
             raise ValueError(
                 f"peer_host {self.peer_host!r} is not loopback, and the peer listener is plaintext: whoever reaches it "
-                "can read every registered cache.  Set insecure_peer to accept that on a network you trust"
+                "can read every registered cache.  Set peer_tls_cert, peer_tls_key and peer_tls_ca; or insecure_peer "
+                "to accept that on a network you trust"
             )
         return self
+
+    @model_validator(mode="after")
+    def _peer_tls_must_work(self) -> Settings:
+        files = self.peer_tls()
+        if files is None:
+            for name in ("peer_allowed_sans", "peer_server_name"):
+                if getattr(self, name):
+                    raise ValueError(f"{name} means nothing without peer_tls_cert, peer_tls_key and peer_tls_ca")
+            return self
+        try:
+            files.read()
+        except KvxferError as error:
+            raise ValueError(error.message) from None
+        return self
+
+    @field_validator("peer_allowed_sans")
+    @classmethod
+    def _patterns(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        if not all(value):
+            raise ValueError("an empty pattern allows nobody")
+        return value
 
     @model_validator(mode="after")
     def _memory_must_make_sense(self) -> Settings:
@@ -151,6 +198,19 @@ class Settings(BaseSettings):
         except KvxferError as error:
             raise ValueError(error.message) from None
         return self
+
+    def peer_tls(self) -> TlsFiles | None:
+        """Where the peer port's certificate is; ``None`` for plaintext.
+
+        :raises ValueError: where one of the three files is set and another is not.
+        """
+        files = {n: getattr(self, n) for n in ("peer_tls_cert", "peer_tls_key", "peer_tls_ca")}
+        missing = [name for name, path in files.items() if path is None]
+        if len(missing) == len(files):
+            return None
+        if missing:
+            raise ValueError(f"TLS needs certificate, key and CA: {' and '.join(missing)} is not set")
+        return TlsFiles(*files.values())
 
     def memory_policy(self) -> MemoryPolicy:
         """What memory may be mapped."""

@@ -14,7 +14,7 @@ import socket
 import stat
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Final
 
@@ -26,15 +26,17 @@ from grpc_health.v1.health import aio as health
 from grpc_reflection.v1alpha import reflection
 
 from kvxfer import __version__
-from kvxfer.config import Settings, group_number
+from kvxfer.config import Settings, group_number, is_loopback
 from kvxfer.core.errors import KvxferError, Reason
 from kvxfer.logs import configure
 from kvxfer.pb import peer_pb2, peer_pb2_grpc, transfer_pb2, transfer_pb2_grpc
+from kvxfer.service.access import AccessInterceptor
 from kvxfer.service.engine import EngineService
 from kvxfer.service.interceptors import ErrorInterceptor
 from kvxfer.service.peer import PeerService
 from kvxfer.service.peer_client import GrpcPeerClient
 from kvxfer.service.registrations import EngineFactory, Registrations
+from kvxfer.tls import PeerTls
 from kvxfer.xfer.api import NotificationHandler, TransferEngine
 
 log = structlog.get_logger()
@@ -50,6 +52,10 @@ GRACE: Final = 1.0
 #: How long the event loop and the NIXL thread may keep the interpreter from one another, seconds.  Python's 5 ms are
 #: longer than a read of many megabytes; a shorter interval costs nothing while one of the two sleeps.
 SWITCH_INTERVAL: Final = 0.0002
+
+#: An engine that does not answer for 30 seconds is taken for dead, and its streams end: also where they only listen, so
+#: that nothing comes between two pings.  gRPC's own ping timeout is a minute, whatever is said of keepalive.
+ENGINES_MUST_ANSWER: Final = (("grpc.http2.ping_timeout_ms", 10_000), ("grpc.http2.max_pings_without_data", 0))
 
 _Status = health_pb2.HealthCheckResponse
 
@@ -69,7 +75,7 @@ def nixl_engine(settings: Settings) -> EngineFactory:
 
     def make(name: str, on_notification: NotificationHandler | None) -> TransferEngine:
         first = NixlEngine(name, on_notification, settings=chosen)
-        if on_notification is not None or settings.lanes == 1:  # only reading is split
+        if on_notification is not None:  # only reading is split
             return first
         return LanedEngine((first, *(NixlEngine(f"{name}.{i}", settings=chosen) for i in range(1, settings.lanes))))
 
@@ -87,14 +93,18 @@ class Sidecar:
     """One sidecar: an engine listener, a peer listener, and what lies between them.
 
     :param make_engine: builds transfer engines; NIXL's by default.
+
+    :raises KvxferError: FIELD_INVALID where the TLS files cannot be used.
     """
 
     def __init__(self, settings: Settings, make_engine: EngineFactory | None = None) -> None:
         self.settings: Final = settings
+        files = settings.peer_tls()
+        self._tls = PeerTls(files) if files else None
         self.registrations: Final = Registrations(
             settings.service(),
             make_engine or nixl_engine(settings),
-            lambda address: GrpcPeerClient(address, settings.message_limit),
+            self._connect,
         )
         self.registrations.on_change = self._on_change
         #: ``host:port`` of the peer listener as peers reach it; known once started.
@@ -118,7 +128,7 @@ class Sidecar:
         """
         peer_server, port = self._bind_peer()
         self.peer_address = self._advertised(port)
-        engine_server = self._new_server()
+        engine_server = self._new_server(more=ENGINES_MUST_ANSWER)
         self._bind_engine(engine_server)
         self._service = EngineService(
             self.registrations, self.settings.service(), self.peer_address, library_versions()
@@ -137,7 +147,12 @@ class Sidecar:
         for server in self._servers:
             await server.start()
         self._ticker = asyncio.ensure_future(self._tick())
-        log.info("serving", version=__version__, engine=self.engine_target, peers=self.peer_address)
+        security = "mutual TLS" if self._tls else "plaintext"
+        log.info(
+            "serving", version=__version__, engine=self.engine_target, peers=self.peer_address, peer_security=security
+        )
+        if self._tls is None and not is_loopback(self.settings.peer_host):
+            log.warning("the peer port is plaintext: whoever reaches it can read every registered cache")
 
     async def stop(self) -> None:
         """Drain and stop: refuse new work, let transfers end, unregister, close the listeners.  Idempotent."""
@@ -158,10 +173,14 @@ class Sidecar:
 
     # -- listeners -------------------------------------------------------------------------------------------------
 
-    def _new_server(self) -> grpc.aio.Server:
+    def _connect(self, address: str) -> GrpcPeerClient:
+        credentials = self._tls.channel_credentials() if self._tls else None
+        return GrpcPeerClient(address, self.settings.message_limit, credentials, self.settings.peer_server_name)
+
+    def _new_server(self, *before: grpc.aio.ServerInterceptor, more: Iterable[tuple[str, int]] = ()) -> grpc.aio.Server:
         limit = self.settings.message_limit
         return grpc.aio.server(
-            interceptors=[ErrorInterceptor()],
+            interceptors=[*before, ErrorInterceptor()],
             options=[
                 ("grpc.max_receive_message_length", limit),
                 ("grpc.max_send_message_length", limit),
@@ -173,14 +192,18 @@ class Sidecar:
                 ("grpc.keepalive_timeout_ms", 10_000),
                 # Else its own pings end after two, and a connection whose peer has vanished stays for good.
                 ("grpc.http2.max_pings_without_data", 0),
+                *more,
             ],
         )
 
     def _bind_peer(self) -> tuple[grpc.aio.Server, int]:
-        server = self._new_server()
+        access = (AccessInterceptor(self.settings.peer_allowed_sans),) if self._tls else ()
+        server = self._new_server(*access)
         host, port = self.settings.peer_host, self.settings.peer_port
         where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         try:
+            if self._tls:
+                return server, server.add_secure_port(where, self._tls.server_credentials())
             return server, server.add_insecure_port(where)
         except RuntimeError as error:
             raise KvxferError(
@@ -210,6 +233,10 @@ class Sidecar:
             path.chmod(mode)
             if group is not None:
                 os.chown(path, -1, group)
+            if path.parent.stat().st_mode & 0o022:
+                log.warning(
+                    "others can write to the engine socket's directory, and put their own there", path=str(path)
+                )
         except (RuntimeError, OSError) as error:
             raise KvxferError(
                 Reason.FIELD_INVALID,
@@ -239,8 +266,11 @@ class Sidecar:
             await asyncio.sleep(TICK)
             now = time.monotonic()
             for registration in self.registrations:
-                registration.leases.tick(now)
-                registration.readers.tick(now)
+                try:
+                    registration.leases.tick(now)
+                    registration.readers.tick(now)
+                except Exception:  # without this nothing would expire any more
+                    log.exception("letting time pass failed", engine=registration.identity.engine_id)
 
 
 def _make_way(path: Path, group: int | None) -> None:

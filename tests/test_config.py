@@ -6,9 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cryptography.hazmat.primitives.serialization import (
+    BestAvailableEncryption,
+    Encoding,
+    PrivateFormat,
+    load_pem_private_key,
+)
 from pydantic import ValidationError
 
 from kvxfer.config import SOCKET_PATH_LIMIT, Settings
+from tests.support.certificates import Authority, Identity, write
 
 
 def test_the_defaults_can_be_built() -> None:
@@ -32,11 +39,60 @@ def test_the_defaults_can_be_built() -> None:
         ({"engine_socket": "/" + "ü" * 54}, "109 bytes"),
         ({"advertise": "1.2.3:80"}, "advertise"),
         ({"peer_host": "0.0.0.0"}, "not loopback"),
+        ({"peer_tls_cert": Path("/x")}, "peer_tls_key and peer_tls_ca is not set"),
+        ({"peer_tls_cert": Path("/x"), "peer_tls_key": Path("/y"), "peer_host": "0.0.0.0"}, "peer_tls_ca is not set"),
+        ({"peer_allowed_sans": ("*",)}, "peer_allowed_sans means nothing without"),
+        ({"peer_allowed_sans": ("a", "")}, "empty pattern"),
+        ({"peer_server_name": "p"}, "peer_server_name means nothing without"),
     ],
 )
 def test_what_cannot_work_is_refused(flags: dict[str, Any], says: str) -> None:
     with pytest.raises(ValidationError, match=says):
         Settings(**flags)
+
+
+@pytest.fixture(scope="module")
+def authority() -> Authority:
+    return Authority("ca")
+
+
+def test_tls_opens_the_peer_port_to_others(authority: Authority, tmp_path: Path) -> None:
+    files = write(tmp_path, Identity(authority, "p.example"))
+    settings = Settings(peer_host="0.0.0.0", peer_allowed_sans=("*.example",), **files)
+    found = settings.peer_tls()
+    assert found is not None
+    assert (found.cert, found.key, found.ca) == tuple(files.values())
+    assert Settings().peer_tls() is None
+
+
+@pytest.mark.parametrize("name", ["peer_tls_cert", "peer_tls_key", "peer_tls_ca"])
+@pytest.mark.parametrize("how", ["gone", "a directory", "half", "empty", "something else"])
+def test_tls_files_that_cannot_be_used(authority: Authority, tmp_path: Path, name: str, how: str) -> None:
+    files = write(tmp_path, Identity(authority, "p.example"))
+    content = files[name].read_bytes()
+    if how == "gone":
+        files[name].unlink()
+    elif how == "a directory":
+        files[name] = tmp_path
+    else:
+        files[name].write_bytes({"half": content[: len(content) // 2], "empty": b"", "something else": b"\xff\0"}[how])
+    with pytest.raises(ValidationError, match=rf"{name}: {files[name]} ") as caught:
+        Settings(**files)
+    assert ("cannot be read" in str(caught.value)) is (how in ("gone", "a directory"))
+
+
+def test_a_key_must_be_that_of_the_certificate_and_have_no_password(authority: Authority, tmp_path: Path) -> None:
+    files = write(tmp_path, Identity(authority, "p.example"))
+    key = files["peer_tls_key"].read_bytes()
+    files["peer_tls_key"].write_bytes(Identity(authority, "p.example").key)
+    with pytest.raises(ValidationError, match=f"peer_tls_key: .* is not the key of .*{files['peer_tls_cert']}"):
+        Settings(**files)
+    locked = load_pem_private_key(key, None).private_bytes(
+        Encoding.PEM, PrivateFormat.PKCS8, BestAvailableEncryption(b"secret")
+    )
+    files["peer_tls_key"].write_bytes(locked)
+    with pytest.raises(ValidationError, match="no PEM key without a password"):
+        Settings(**files)
 
 
 def test_what_can_work_is_taken() -> None:

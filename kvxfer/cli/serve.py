@@ -25,6 +25,15 @@ def serve(
     insecure_peer: Annotated[
         bool | None, typer.Option("--insecure-peer", help="Allow plaintext peers off loopback.", show_default=False)
     ] = None,
+    peer_tls_cert: Annotated[
+        Path | None, typer.Option(help="Certificate for mutual TLS between peers, PEM.", show_default=False)
+    ] = None,
+    peer_tls_key: Annotated[Path | None, typer.Option(help="Its key, PEM.", show_default=False)] = None,
+    peer_tls_ca: Annotated[Path | None, typer.Option(help="CA of the peers, PEM.", show_default=False)] = None,
+    peer_allowed_san: Annotated[
+        list[str] | None,
+        typer.Option(help="Name, as a glob, whose certificates may call; may be repeated.", show_default=False),
+    ] = None,
     memory_directory: Annotated[
         list[str] | None,
         typer.Option(help="Directory whose files engines may hand over; may be repeated.", show_default=False),
@@ -57,6 +66,10 @@ def serve(
         "peer_port": peer_port,
         "advertise": advertise,
         "insecure_peer": insecure_peer,
+        "peer_tls_cert": peer_tls_cert,
+        "peer_tls_key": peer_tls_key,
+        "peer_tls_ca": peer_tls_ca,
+        "peer_allowed_sans": tuple(peer_allowed_san) if peer_allowed_san else None,
         "memory_directories": tuple(memory_directory) if memory_directory else None,
         "log_level": log_level,
         "log_format": log_format,

@@ -27,7 +27,7 @@ SETTLED: Final = 0.25
 #: For each lease: reads that may be open at once, engines that may read it, ends of reads that are remembered.
 MAX_GRANTS: Final = 4_096
 MAX_ENGINES: Final = 1_024
-MAX_CLOSED: Final = 65_536
+MAX_CLOSED: Final = 4_096
 
 
 class State(str, Enum):
@@ -63,7 +63,8 @@ TRANSITIONS: Final[Mapping[tuple[State, Event], State]] = MappingProxyType(
         (State.HELD, Event.QUIET): State.HELD,
         (State.RELEASING, Event.READERS_DONE): State.RELEASING,
         (State.RELEASING, Event.EXPIRE): State.RELEASING,
-        (State.RELEASING, Event.WITHDRAW): State.RELEASING,
+        # What P wants back is not granted any longer, whoever is done with it.
+        (State.RELEASING, Event.WITHDRAW): State.WITHDRAWING,
         (State.RELEASING, Event.QUIET): State.RELEASED,
         # Those that were still reading when the time passed may all succeed.
         (State.EXPIRING, Event.READERS_DONE): State.RELEASING,
@@ -140,6 +141,7 @@ class Tally:
 class Lease:
     """A request's blocks, held until their readers are done or a time has passed.
 
+    :param number: of this publication; a request that is published anew has another.
     :param token: a secret; whoever has it may read.
     :param digests: over the blocks of each group, by its name.
     :param readers: how many will read, where whoever publishes knows; else the readers tell.
@@ -154,6 +156,7 @@ class Lease:
         digests: Mapping[str, bytes],
         num_tokens: int,
         *,
+        number: int = 0,
         readers: int | None = None,
         published: float,
         deadline: float,
@@ -162,13 +165,14 @@ class Lease:
         self.token: Final = token
         self.digests: Final = dict(digests)
         self.num_tokens: Final = num_tokens
+        self.number: Final = number
         self.readers: Final = readers
         self.published: Final = published
         self.deadline = deadline
         self.state = State.HELD
         self._grants: dict[ReadKey, Grant] = {}
         self._tallies: dict[str, Tally] = {}
-        # Ends of reads, with whether the blocks were held when they were told, for those whose OpenRead comes later.
+        # Ends of reads.  True: the transport has told it, while the blocks were held, and OpenRead has not come yet.
         self._closed: dict[ReadKey, bool] = {}
 
     # -- looking ---------------------------------------------------------------------------------------------------
@@ -250,8 +254,8 @@ class Lease:
     def open(self, key: ReadKey, readers: int, seconds: float, now: float) -> bool:
         """Grant a read for ``seconds``.
 
-        One whose end was told before, while the blocks were held, is granted although the lease may have ended since:
-        it is over.
+        One whose end the transport has told before, while the blocks were held, is granted although the lease may have
+        ended since: it is over.  That holds once.
 
         :returns: whether the lease is settled; see :data:`SETTLED`.
         :raises KvxferError: LEASE_EXPIRED, FIELD_INVALID (``readers`` is not what others said), LIMIT_EXCEEDED.
@@ -260,8 +264,11 @@ class Lease:
         if key in self._closed:
             if not self._closed[key]:
                 raise self._too_late(key, "it ended later than the hold")
-            self._expect(key.engine_id, readers)  # the transport, which told of its end, did not tell that
-            self._complete()
+            self._closed[key] = False
+            if not self.ended:
+                self._expect(key.engine_id, readers)
+                self._tally(key.engine_id).done.add(key.rank)
+                self._complete()
             return True
         self.check_held()
         self._expect(key.engine_id, readers)
@@ -291,12 +298,16 @@ class Lease:
     def finished(self, key: ReadKey, now: float) -> None:
         """The transport says that the last byte of a READ was read; anybody may say so.
 
-        That is the end of the read where the lease is settled.  Before, only its reader can tell.
+        Of a read that was granted in a settled lease that is the end.  Before it was settled only the reader can tell,
+        and of a read that is not granted yet it means nothing until it is.
         """
         self.tick(now)
         grant = self._grants.get(key)
-        if grant.settled if grant is not None else now - self.published >= SETTLED:
-            self.close(key, 0, now, done=True)
+        if grant is not None:
+            if grant.settled:
+                self.close(key, 0, now, done=True)
+        elif not self.ended and key not in self._closed and now - self.published >= SETTLED:
+            self._remember(key, True)
 
     def close(self, key: ReadKey, readers: int, now: float, *, done: bool) -> None:
         """A read has ended; told again it changes nothing.
@@ -306,15 +317,15 @@ class Lease:
         :raises KvxferError: FIELD_INVALID, LIMIT_EXCEEDED.
         """
         self.tick(now)
+        if self.ended:
+            return
         if readers:
             self._expect(key.engine_id, readers)
         self._grants.pop(key, None)
-        if key not in self._closed:
-            if len(self._closed) >= MAX_CLOSED:  # a reader gone wild: what it says is not worth more memory
-                del self._closed[next(iter(self._closed))]
-            self._closed[key] = not self.ended
-            if done:
-                self._tally(key.engine_id).done.add(key.rank)
+        if self._closed.get(key) is not False:
+            self._remember(key, False)
+            if done and not (tally := self._tally(key.engine_id)).complete:
+                tally.done.add(key.rank)
         self._complete()
 
     # -- small things ----------------------------------------------------------------------------------------------
@@ -357,6 +368,11 @@ class Lease:
 
     def _apply(self, event: Event) -> None:
         self.state = TRANSITIONS[self.state, event]
+
+    def _remember(self, key: ReadKey, unopened: bool) -> None:
+        if len(self._closed) >= MAX_CLOSED:  # a reader gone wild: what it says is not worth more memory
+            del self._closed[next(iter(self._closed))]
+        self._closed[key] = unopened
 
     def _complete(self) -> None:
         if any(tally.complete for tally in self._tallies.values()):

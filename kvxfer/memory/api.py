@@ -23,11 +23,11 @@ from kvxfer.memory.handles import (
 )
 from kvxfer.memory.mapping import MemoryIdentity
 from kvxfer.memory.memfd import open_memfd
-from kvxfer.memory.owned import adopt_owned, create_owned, list_owned
+from kvxfer.memory.owned import adopt_owned, create_owned, is_owned, list_owned
 from kvxfer.memory.policy import MemoryPolicy
 from kvxfer.memory.posix_shm import open_posix_shm
 
-__all__ = ["MappedRegion", "MemoryPolicy", "adopt_owned", "list_owned", "open_region"]
+__all__ = ["MappedRegion", "MemoryPolicy", "adopt_owned", "list_owned", "open_region", "take_region"]
 
 
 class MappedRegion(Protocol):
@@ -88,3 +88,15 @@ def open_region(handle: Handle, policy: MemoryPolicy) -> MappedRegion:
         f"memory handles of type {type(handle).__name__} are not supported",
         type=type(handle).__name__,
     )
+
+
+def take_region(handle: Handle, policy: MemoryPolicy) -> MappedRegion:
+    """As :func:`open_region`, for good: a file that a sidecar made is this one's from now on, and goes with the region.
+
+    That is how a cache outlives its sidecar: the engine names the file that it was told of, and still has mapped.
+
+    :raises KvxferError: as :func:`open_region`.
+    """
+    if isinstance(handle, FileHandle) and is_owned(handle, policy):
+        return adopt_owned(handle, policy)
+    return open_region(handle, policy)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import re
 import secrets
 import threading
 from collections.abc import Callable
@@ -27,6 +28,7 @@ from kvxfer.memory.policy import MemoryPolicy
 #: Names of owned files: prefix, 128 random bits, suffix.
 OWNED_PREFIX: Final = "kvxfer-"
 OWNED_SUFFIX: Final = ".kv"
+_OWNED_NAME: Final = re.compile(rf"{re.escape(OWNED_PREFIX)}[0-9a-f]{{32}}{re.escape(OWNED_SUFFIX)}")
 
 
 class OwnedRegion:
@@ -87,8 +89,7 @@ def adopt_owned(handle: FileHandle, policy: MemoryPolicy) -> OwnedRegion:
     :raises KvxferError: MEMORY_NOT_ALLOWED where it does not lie, named as owned files are, in the owned directory;
         otherwise as for a file.
     """
-    directory, _, name = handle.path.rpartition("/")
-    if directory != policy.owned or not name.startswith(OWNED_PREFIX) or not name.endswith(OWNED_SUFFIX):
+    if not is_owned(handle, policy):
         raise KvxferError(
             Reason.MEMORY_NOT_ALLOWED,
             f"file {handle.path!r} is none that a sidecar made in {policy.owned!r}",
@@ -97,6 +98,12 @@ def adopt_owned(handle: FileHandle, policy: MemoryPolicy) -> OwnedRegion:
             directory=policy.owned,
         )
     return OwnedRegion(open_file(handle, policy), handle, _remover(handle.path))
+
+
+def is_owned(handle: FileHandle, policy: MemoryPolicy) -> bool:
+    """Whether a file lies where sidecars make theirs, and is named as those are."""
+    directory, _, name = handle.path.rpartition("/")
+    return directory == policy.owned and _OWNED_NAME.fullmatch(name) is not None
 
 
 def list_owned(policy: MemoryPolicy) -> tuple[FileHandle, ...]:

@@ -171,6 +171,7 @@ class RegisterCacheRequest(_message.Message):
     LAYOUT_FIELD_NUMBER: _builtins.int
     MEMORY_FIELD_NUMBER: _builtins.int
     REPLACE_FIELD_NUMBER: _builtins.int
+    HELD_FIELD_NUMBER: _builtins.int
     engine_id: _builtins.str
     """REQUIRED.  The engine; data-parallel replicas are engines of their own."""
     dp_rank: _builtins.int
@@ -184,6 +185,10 @@ class RegisterCacheRequest(_message.Message):
     replace: _builtins.bool
     """OPTIONAL.  True: an existing registration of this engine with other content is replaced, after draining.  False: it
     is an error (REGISTRATION_BUSY).
+    """
+    held: _builtins.bool
+    """OPTIONAL.  True: it shall be held from the beginning, and is undone unless HoldRegistration is called within the
+    sidecar's engine_grace; whoever dies before it can call that leaves nothing behind.
     """
     @_builtins.property
     def rank(self) -> _layout_pb2.Rank:
@@ -213,10 +218,11 @@ class RegisterCacheRequest(_message.Message):
         layout: _layout_pb2.Layout | None = ...,
         memory: _abc.Iterable[_layout_pb2.MemoryHandle] | None = ...,
         replace: _builtins.bool = ...,
+        held: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout", "rank", b"rank"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["compatibility_key", b"compatibility_key", "dp_rank", b"dp_rank", "dp_size", b"dp_size", "engine_id", b"engine_id", "layout", b"layout", "memory", b"memory", "rank", b"rank", "ranks", b"ranks", "replace", b"replace"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["compatibility_key", b"compatibility_key", "dp_rank", b"dp_rank", "dp_size", b"dp_size", "engine_id", b"engine_id", "held", b"held", "layout", b"layout", "memory", b"memory", "rank", b"rank", "ranks", b"ranks", "replace", b"replace"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -336,6 +342,66 @@ class UnregisterCacheResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___UnregisterCacheResponse: _TypeAlias = UnregisterCacheResponse  # noqa: Y015
+
+@_typing.final
+class HoldRegistrationRequest(_message.Message):
+    """Request of KvTransfer.HoldRegistration."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ENGINE_ID_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    KEEP_LEASES_FIELD_NUMBER: _builtins.int
+    engine_id: _builtins.str
+    """REQUIRED."""
+    incarnation: _builtins.str
+    """REQUIRED.  Of RegisterCacheResponse: a stream holds this registration and no later one (STALE_INCARNATION)."""
+    keep_leases: _builtins.bool
+    """OPTIONAL.  What becomes of published requests when the engine is gone.  False: they are withdrawn.  True: they stay
+    readable until their leases end, and only then is the registration undone; allowed where all memory is owned by the
+    sidecar (FIELD_INVALID).  Of several streams the one that ends last decides.
+    """
+    def __init__(
+        self,
+        *,
+        engine_id: _builtins.str = ...,
+        incarnation: _builtins.str = ...,
+        keep_leases: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine_id", b"engine_id", "incarnation", b"incarnation", "keep_leases", b"keep_leases"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HoldRegistrationRequest: _TypeAlias = HoldRegistrationRequest  # noqa: Y015
+
+@_typing.final
+class HoldRegistrationResponse(_message.Message):
+    """Response of KvTransfer.HoldRegistration.  One message says that the stream is live; then nothing comes until the
+    registration ends: NOT_REGISTERED where it was unregistered, STALE_INCARNATION where another has replaced it,
+    SHUTTING_DOWN where the sidecar stops.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GRACE_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def grace(self) -> _duration_pb2.Duration:
+        """OUTPUT.  How long the registration outlives its last stream: so long may a broken one be replaced by another."""
+
+    def __init__(
+        self,
+        *,
+        grace: _duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["grace", b"grace"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["grace", b"grace"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HoldRegistrationResponse: _TypeAlias = HoldRegistrationResponse  # noqa: Y015
 
 @_typing.final
 class RemoteEngine(_message.Message):
@@ -1577,6 +1643,9 @@ class PublishBlocksResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     EXPIRES_IN_FIELD_NUMBER: _builtins.int
+    PUBLICATION_FIELD_NUMBER: _builtins.int
+    publication: _builtins.int
+    """OUTPUT.  Number of this publication, unique within the registration; WatchLeases names it with every lease."""
     @_builtins.property
     def expires_in(self) -> _duration_pb2.Duration:
         """OUTPUT.  Time left, as of now."""
@@ -1585,10 +1654,11 @@ class PublishBlocksResponse(_message.Message):
         self,
         *,
         expires_in: _duration_pb2.Duration | None = ...,
+        publication: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["expires_in", b"expires_in"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["expires_in", b"expires_in"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["expires_in", b"expires_in", "publication", b"publication"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1725,6 +1795,7 @@ class Lease(_message.Message):
     READERS_FIELD_NUMBER: _builtins.int
     NUM_TOKENS_FIELD_NUMBER: _builtins.int
     AGE_FIELD_NUMBER: _builtins.int
+    PUBLICATION_FIELD_NUMBER: _builtins.int
     engine_id: _builtins.str
     """OUTPUT."""
     request_id: _builtins.str
@@ -1737,6 +1808,10 @@ class Lease(_message.Message):
     """OUTPUT.  Granted reads that are open."""
     num_tokens: _builtins.int
     """OUTPUT.  Tokens that were published."""
+    publication: _builtins.int
+    """OUTPUT.  Which publication it is, as PublishBlocks has answered: a request that was published anew has another, and
+    what is told of the former one is no word about its blocks.
+    """
     @_builtins.property
     def expires_in(self) -> _duration_pb2.Duration:
         """OUTPUT.  Time left until it ends by itself; unset where that has begun."""
@@ -1761,10 +1836,11 @@ class Lease(_message.Message):
         readers: _abc.Iterable[Global___LeaseReaders] | None = ...,
         num_tokens: _builtins.int = ...,
         age: _duration_pb2.Duration | None = ...,
+        publication: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "expires_in", b"expires_in"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "ending", b"ending", "engine_id", b"engine_id", "expires_in", b"expires_in", "num_tokens", b"num_tokens", "open_reads", b"open_reads", "readers", b"readers", "request_id", b"request_id", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "ending", b"ending", "engine_id", b"engine_id", "expires_in", b"expires_in", "num_tokens", b"num_tokens", "open_reads", b"open_reads", "publication", b"publication", "readers", b"readers", "request_id", b"request_id", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2158,6 +2234,9 @@ class RegistrationStatus(_message.Message):
     BYTES_FIELD_NUMBER: _builtins.int
     GROUPS_FIELD_NUMBER: _builtins.int
     PUBLISHED_FIELD_NUMBER: _builtins.int
+    HOLDERS_FIELD_NUMBER: _builtins.int
+    UNDONE_IN_FIELD_NUMBER: _builtins.int
+    ORPHANED_FIELD_NUMBER: _builtins.int
     engine_id: _builtins.str
     """OUTPUT."""
     dp_rank: _builtins.int
@@ -2176,6 +2255,10 @@ class RegistrationStatus(_message.Message):
     """OUTPUT.  Of all regions."""
     published: _builtins.int
     """OUTPUT.  Requests whose blocks are held for readers."""
+    holders: _builtins.int
+    """OUTPUT.  Open streams of HoldRegistration."""
+    orphaned: _builtins.bool
+    """OUTPUT.  Its engine is gone, and it takes no new work; what was published stays readable until its leases end."""
     @_builtins.property
     def rank(self) -> _layout_pb2.Rank:
         """OUTPUT."""
@@ -2183,6 +2266,10 @@ class RegistrationStatus(_message.Message):
     @_builtins.property
     def groups(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """OUTPUT.  Names of the groups."""
+
+    @_builtins.property
+    def undone_in(self) -> _duration_pb2.Duration:
+        """OUTPUT.  Time left until it is undone, unless it is held again; unset where it is held, or was never to be."""
 
     def __init__(
         self,
@@ -2198,10 +2285,13 @@ class RegistrationStatus(_message.Message):
         bytes: _builtins.int = ...,
         groups: _abc.Iterable[_builtins.str] | None = ...,
         published: _builtins.int = ...,
+        holders: _builtins.int = ...,
+        undone_in: _duration_pb2.Duration | None = ...,
+        orphaned: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["rank", b"rank"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["rank", b"rank", "undone_in", b"undone_in"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "compatibility_key", b"compatibility_key", "dp_rank", b"dp_rank", "dp_size", b"dp_size", "engine_id", b"engine_id", "groups", b"groups", "incarnation", b"incarnation", "layout_fingerprint", b"layout_fingerprint", "published", b"published", "rank", b"rank", "regions", b"regions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "compatibility_key", b"compatibility_key", "dp_rank", b"dp_rank", "dp_size", b"dp_size", "engine_id", b"engine_id", "groups", b"groups", "holders", b"holders", "incarnation", b"incarnation", "layout_fingerprint", b"layout_fingerprint", "orphaned", b"orphaned", "published", b"published", "rank", b"rank", "regions", b"regions", "undone_in", b"undone_in"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2285,6 +2375,7 @@ class Counts(_message.Message):
     LEASES_EXPIRED_FIELD_NUMBER: _builtins.int
     LEASES_WITHDRAWN_FIELD_NUMBER: _builtins.int
     READS_REFUSED_FIELD_NUMBER: _builtins.int
+    LIMITED_FIELD_NUMBER: _builtins.int
     prepared: _builtins.int
     """OUTPUT.  Transfers in PREPARED now."""
     posted: _builtins.int
@@ -2313,6 +2404,8 @@ class Counts(_message.Message):
     """OUTPUT.  That ended WITHDRAWN."""
     reads_refused: _builtins.int
     """OUTPUT.  Peers' reads that were not granted."""
+    limited: _builtins.int
+    """OUTPUT.  Calls that found no room for another transfer, for its bytes, or for another remote engine."""
     def __init__(
         self,
         *,
@@ -2330,10 +2423,11 @@ class Counts(_message.Message):
         leases_expired: _builtins.int = ...,
         leases_withdrawn: _builtins.int = ...,
         reads_refused: _builtins.int = ...,
+        limited: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_in_flight", b"bytes_in_flight", "bytes_read", b"bytes_read", "cancelled", b"cancelled", "done", b"done", "draining", b"draining", "failed", b"failed", "leases_expired", b"leases_expired", "leases_released", b"leases_released", "leases_withdrawn", b"leases_withdrawn", "posted", b"posted", "prepared", b"prepared", "published", b"published", "reads_open", b"reads_open", "reads_refused", b"reads_refused"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_in_flight", b"bytes_in_flight", "bytes_read", b"bytes_read", "cancelled", b"cancelled", "done", b"done", "draining", b"draining", "failed", b"failed", "leases_expired", b"leases_expired", "leases_released", b"leases_released", "leases_withdrawn", b"leases_withdrawn", "limited", b"limited", "posted", b"posted", "prepared", b"prepared", "published", b"published", "reads_open", b"reads_open", "reads_refused", b"reads_refused"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

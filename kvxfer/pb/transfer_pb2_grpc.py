@@ -45,6 +45,11 @@ class KvTransferStub(object):
                 request_serializer=kvxfer_dot_v1_dot_transfer__pb2.UnregisterCacheRequest.SerializeToString,
                 response_deserializer=kvxfer_dot_v1_dot_transfer__pb2.UnregisterCacheResponse.FromString,
                 _registered_method=True)
+        self.HoldRegistration = channel.unary_stream(
+                '/kvxfer.v1.KvTransfer/HoldRegistration',
+                request_serializer=kvxfer_dot_v1_dot_transfer__pb2.HoldRegistrationRequest.SerializeToString,
+                response_deserializer=kvxfer_dot_v1_dot_transfer__pb2.HoldRegistrationResponse.FromString,
+                _registered_method=True)
         self.Handshake = channel.unary_unary(
                 '/kvxfer.v1.KvTransfer/Handshake',
                 request_serializer=kvxfer_dot_v1_dot_transfer__pb2.HandshakeRequest.SerializeToString,
@@ -125,6 +130,16 @@ class KvTransferServicer(object):
 
     def UnregisterCache(self, request, context):
         """Undoes RegisterCache, after draining: answers once nothing reads or writes the memory any more.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def HoldRegistration(self, request, context):
+        """Holds a registration: once a stream has been opened, it lives as long as one is open, so that an engine's death ends
+        it.  When the last stream has ended and none is opened within the sidecar's engine_grace, it is undone as by
+        UnregisterCache.  A registration that nobody ever held lives until it is unregistered.  Of one that is ending this
+        answers only when it has ended and nobody reads its memory any more.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -236,6 +251,11 @@ def add_KvTransferServicer_to_server(servicer, server):
                     servicer.UnregisterCache,
                     request_deserializer=kvxfer_dot_v1_dot_transfer__pb2.UnregisterCacheRequest.FromString,
                     response_serializer=kvxfer_dot_v1_dot_transfer__pb2.UnregisterCacheResponse.SerializeToString,
+            ),
+            'HoldRegistration': grpc.unary_stream_rpc_method_handler(
+                    servicer.HoldRegistration,
+                    request_deserializer=kvxfer_dot_v1_dot_transfer__pb2.HoldRegistrationRequest.FromString,
+                    response_serializer=kvxfer_dot_v1_dot_transfer__pb2.HoldRegistrationResponse.SerializeToString,
             ),
             'Handshake': grpc.unary_unary_rpc_method_handler(
                     servicer.Handshake,
@@ -358,6 +378,33 @@ class KvTransfer(object):
             '/kvxfer.v1.KvTransfer/UnregisterCache',
             kvxfer_dot_v1_dot_transfer__pb2.UnregisterCacheRequest.SerializeToString,
             kvxfer_dot_v1_dot_transfer__pb2.UnregisterCacheResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def HoldRegistration(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/kvxfer.v1.KvTransfer/HoldRegistration',
+            kvxfer_dot_v1_dot_transfer__pb2.HoldRegistrationRequest.SerializeToString,
+            kvxfer_dot_v1_dot_transfer__pb2.HoldRegistrationResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -45,6 +45,12 @@ class KvTransferStub:
     """Hands over the cache memory and its layout.  Idempotent: the same content again answers as before."""
     UnregisterCache: _grpc.UnaryUnaryMultiCallable[_transfer_pb2.UnregisterCacheRequest, _transfer_pb2.UnregisterCacheResponse]
     """Undoes RegisterCache, after draining: answers once nothing reads or writes the memory any more."""
+    HoldRegistration: _grpc.UnaryStreamMultiCallable[_transfer_pb2.HoldRegistrationRequest, _transfer_pb2.HoldRegistrationResponse]
+    """Holds a registration: once a stream has been opened, it lives as long as one is open, so that an engine's death ends
+    it.  When the last stream has ended and none is opened within the sidecar's engine_grace, it is undone as by
+    UnregisterCache.  A registration that nobody ever held lives until it is unregistered.  Of one that is ending this
+    answers only when it has ended and nobody reads its memory any more.
+    """
     Handshake: _grpc.UnaryUnaryMultiCallable[_transfer_pb2.HandshakeRequest, _transfer_pb2.HandshakeResponse]
     """Gets ready to read from a remote engine: meets every rank that is needed, compares, compiles, prepares.  Idempotent
     and cheap when repeated; concurrent callers share one attempt.
@@ -87,6 +93,12 @@ class KvTransferAsyncStub(KvTransferStub):
     """Hands over the cache memory and its layout.  Idempotent: the same content again answers as before."""
     UnregisterCache: _aio.UnaryUnaryMultiCallable[_transfer_pb2.UnregisterCacheRequest, _transfer_pb2.UnregisterCacheResponse]  # type: ignore[assignment]
     """Undoes RegisterCache, after draining: answers once nothing reads or writes the memory any more."""
+    HoldRegistration: _aio.UnaryStreamMultiCallable[_transfer_pb2.HoldRegistrationRequest, _transfer_pb2.HoldRegistrationResponse]  # type: ignore[assignment]
+    """Holds a registration: once a stream has been opened, it lives as long as one is open, so that an engine's death ends
+    it.  When the last stream has ended and none is opened within the sidecar's engine_grace, it is undone as by
+    UnregisterCache.  A registration that nobody ever held lives until it is unregistered.  Of one that is ending this
+    answers only when it has ended and nobody reads its memory any more.
+    """
     Handshake: _aio.UnaryUnaryMultiCallable[_transfer_pb2.HandshakeRequest, _transfer_pb2.HandshakeResponse]  # type: ignore[assignment]
     """Gets ready to read from a remote engine: meets every rank that is needed, compares, compiles, prepares.  Idempotent
     and cheap when repeated; concurrent callers share one attempt.
@@ -138,6 +150,18 @@ class KvTransferServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_transfer_pb2.UnregisterCacheResponse, _abc.Awaitable[_transfer_pb2.UnregisterCacheResponse]]:
         """Undoes RegisterCache, after draining: answers once nothing reads or writes the memory any more."""
+
+    @_abc_1.abstractmethod
+    def HoldRegistration(
+        self,
+        request: _transfer_pb2.HoldRegistrationRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_transfer_pb2.HoldRegistrationResponse], _abc.AsyncIterator[_transfer_pb2.HoldRegistrationResponse]]:
+        """Holds a registration: once a stream has been opened, it lives as long as one is open, so that an engine's death ends
+        it.  When the last stream has ended and none is opened within the sidecar's engine_grace, it is undone as by
+        UnregisterCache.  A registration that nobody ever held lives until it is unregistered.  Of one that is ending this
+        answers only when it has ended and nobody reads its memory any more.
+        """
 
     @_abc_1.abstractmethod
     def Handshake(

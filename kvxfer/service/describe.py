@@ -129,6 +129,7 @@ def lease_to_pb(registration: Registration, lease: Lease) -> pb.Lease:
         ],
         num_tokens=lease.num_tokens,
         age=duration(now - lease.published),
+        publication=lease.number,
     )
 
 
@@ -144,7 +145,8 @@ def _timestamp(seconds: float) -> Timestamp:
 
 def registration_to_pb(registration: Registration) -> pb.RegistrationStatus:
     """A registered cache."""
-    identity = registration.identity
+    identity, hold = registration.identity, registration.hold
+    left = hold.left(time.monotonic())
     return pb.RegistrationStatus(
         engine_id=identity.engine_id,
         rank=rank_to_pb(identity.rank),
@@ -157,6 +159,9 @@ def registration_to_pb(registration: Registration) -> pb.RegistrationStatus:
         bytes=registration.size,
         groups=[g.name for g in registration.layout.groups],
         published=len(registration.leases),
+        holders=hold.streams,
+        undone_in=None if left is None else duration(left),
+        orphaned=hold.over,
     )
 
 
@@ -211,7 +216,8 @@ def add_counts(counts: pb.Counts, registration: Registration) -> None:
     counts.failed += totals.failed
     counts.cancelled += totals.cancelled
     counts.bytes_read += totals.bytes_read
-    counts.bytes_in_flight += totals.bytes_in_flight
+    counts.bytes_in_flight += registration.transfers.bytes_in_flight
+    counts.limited += registration.transfers.limited + registration.links.limited
     counts.published += len(registration.leases)
     ended = registration.leases.totals
     counts.leases_released += ended.released

@@ -13,7 +13,7 @@ import grpc.aio
 
 from kvxfer import __version__
 from kvxfer.core import transfers as life
-from kvxfer.core.errors import KvxferError, Reason
+from kvxfer.core.errors import KvxferError
 from kvxfer.pb import transfer_pb2 as pb
 from kvxfer.pb import transfer_pb2_grpc
 from kvxfer.service.describe import (
@@ -29,7 +29,7 @@ from kvxfer.service.describe import (
 )
 from kvxfer.service.links import PROTOCOL_VERSIONS
 from kvxfer.service.reading import looked_at
-from kvxfer.service.registrations import Registration, Registrations
+from kvxfer.service.registrations import Registration, Registrations, stale, unregistered
 from kvxfer.service.settings import ServiceSettings
 from kvxfer.service.transfer import Transfer
 from kvxfer.service.transfers import new_transfer_id
@@ -99,6 +99,18 @@ class EngineService(transfer_pb2_grpc.KvTransferServicer):
         drain = fields.optional_seconds(request, "drain_timeout", "")
         await asyncio.shield(asyncio.ensure_future(self._registrations.unregister(engine_id, incarnation, drain)))
         return pb.UnregisterCacheResponse()
+
+    async def HoldRegistration(
+        self, request: pb.HoldRegistrationRequest, context: Context
+    ) -> AsyncIterator[pb.HoldRegistrationResponse]:
+        """Keep it as long as the caller is there."""
+        engine_id = fields.text(request.engine_id, "engine_id")
+        incarnation = fields.text(request.incarnation, "incarnation", fields.MAX_INCARNATION)
+        await self._registrations.ending(engine_id, incarnation)
+        with self._registrations.hold(engine_id, incarnation, keep_leases=request.keep_leases) as registration:
+            yield pb.HoldRegistrationResponse(grace=fields.duration(registration.hold.grace))
+            why = await asyncio.shield(registration.ended)
+        raise why
 
     # -- handshake -------------------------------------------------------------------------------------------------
 
@@ -203,18 +215,15 @@ class EngineService(transfer_pb2_grpc.KvTransferServicer):
         record = publish_from_pb(request)
         registration = self._registrations.get(record.engine_id)
         if record.incarnation not in ("", registration.incarnation):
-            raise KvxferError(
-                Reason.STALE_INCARNATION,
-                f"engine {record.engine_id} is registered as {registration.incarnation}, not as {record.incarnation}",
-                field="incarnation",
-                registered=registration.incarnation,
-                given=record.incarnation,
-            )
-        return pb.PublishBlocksResponse(expires_in=fields.duration(registration.leases.publish(record)))
+            raise stale(record.engine_id, registration.incarnation, record.incarnation)
+        lease = registration.leases.publish(record)
+        return pb.PublishBlocksResponse(
+            expires_in=fields.duration(lease.left(time.monotonic())), publication=lease.number
+        )
 
     async def RenewLease(self, request: pb.RenewLeaseRequest, context: Context) -> pb.RenewLeaseResponse:
         """Hold them longer."""
-        registration = self._registrations.get(fields.text(request.engine_id, "engine_id"))
+        registration = self._registrations.get(fields.text(request.engine_id, "engine_id"), closing=True)
         request_id = fields.text(request.request_id, "request_id")
         token = fields.token(request.lease_token, "lease_token")
         left = registration.leases.renew(request_id, token, fields.optional_seconds(request, "ttl", ""))
@@ -242,7 +251,7 @@ class EngineService(transfer_pb2_grpc.KvTransferServicer):
         self, request: pb.WatchLeasesRequest, context: Context
     ) -> AsyncIterator[pb.WatchLeasesResponse]:
         """Every lease that is published or has ended, as it happens."""
-        registration = self._registrations.get(fields.text(request.engine_id, "engine_id"))
+        registration = self._registrations.get(fields.text(request.engine_id, "engine_id"), closing=True)
         leases = registration.leases
         current = [lease for _, lease in leases][::-1] if request.include_current else []
         async for number, lease in _changes(leases.watchers, current, registration):
@@ -297,13 +306,7 @@ async def _changes(
             yield number, changed
     finally:
         watchers.unwatch(watcher)
-    engine_id = registration.identity.engine_id
-    raise KvxferError(
-        Reason.NOT_REGISTERED,
-        f"the registration of engine {engine_id} has ended",
-        field="engine_id",
-        engine_id=engine_id,
-    )
+    raise unregistered(registration.identity.engine_id)
 
 
 def _of_spec(error: KvxferError) -> KvxferError:

@@ -66,7 +66,7 @@ def _unary(behaviour: Any, method: str) -> Any:
                 raise request
             answer = await behaviour(request, context)
         except KvxferError as error:
-            await _abort(context, error, method)
+            await abort(context, error, method)
         except grpc.aio.AbortError:
             raise
         except asyncio.CancelledError:
@@ -74,10 +74,10 @@ def _unary(behaviour: Any, method: str) -> Any:
                 raise
             # Something inside was cancelled, not the call: its caller must hear of it.
             log.warning("a call was cut short", method=method)
-            await _abort(context, KvxferError(Reason.SHUTTING_DOWN, "the call was cut short by a shutdown"), method)
+            await abort(context, KvxferError(Reason.SHUTTING_DOWN, "the call was cut short by a shutdown"), method)
         except Exception:  # the last line of defence: nothing that a caller sends may end the process
             log.exception("a call failed in an unforeseen way", method=method)
-            await _abort(context, KvxferError(Reason.INTERNAL, "an internal error; see the sidecar's log"), method)
+            await abort(context, KvxferError(Reason.INTERNAL, "an internal error; see the sidecar's log"), method)
         else:
             log.debug("call", method=method, seconds=round(time.perf_counter() - began, 6))
             return answer
@@ -93,17 +93,18 @@ def _stream(behaviour: Any, method: str) -> Any:
             async for answer in behaviour(request, context):
                 yield answer
         except KvxferError as error:
-            await _abort(context, error, method)
+            await abort(context, error, method)
         except (grpc.aio.AbortError, asyncio.CancelledError, GeneratorExit):
             raise
         except Exception:  # as above
             log.exception("a stream failed in an unforeseen way", method=method)
-            await _abort(context, KvxferError(Reason.INTERNAL, "an internal error; see the sidecar's log"), method)
+            await abort(context, KvxferError(Reason.INTERNAL, "an internal error; see the sidecar's log"), method)
 
     return call
 
 
-async def _abort(context: Context, error: KvxferError, method: str) -> None:
-    level = log.warning if error.spec.fault is Fault.LOCAL else log.info
+async def abort(context: Context, error: KvxferError, method: str) -> None:
+    """End a call with the rich status of an error."""
+    level = log.warning if error.spec.fault is Fault.LOCAL or error.reason is Reason.PEER_NOT_ALLOWED else log.info
     level("call refused", method=method, reason=error.reason.value, detail=error.message, field=error.field)
     await context.abort_with_status(rpc_status.to_status(to_status(error)))

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import heapq
 import hmac
+import math
 import time
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 import structlog
@@ -31,8 +33,10 @@ from kvxfer.wire.requests import PublishBlocks
 
 log = structlog.get_logger()
 
-#: Ends of reads that came before their request was published: how many are remembered, and for how long (seconds).
+#: Ends of reads that came before their request was published: how many are remembered, in all and of one request, and
+#: for how long (seconds).
 MAX_EARLY: Final = 65_536
+MAX_EARLY_EACH: Final = 1_024
 EARLY_TTL: Final = 60.0
 #: Reads that may wait at once for their request to be published.
 MAX_WAITING: Final = 4_096
@@ -47,6 +51,24 @@ class _Early:
     readers: int
     done: bool
     until: float
+
+
+@dataclass
+class _Entry:
+    """A lease, when it is next looked at, and whether its end was told."""
+
+    lease: Lease
+    digest: bytes
+    due: float = math.inf
+    told: bool = False
+
+
+@dataclass
+class _Waiting:
+    """Reads that wait for a request to be published."""
+
+    event: asyncio.Event = field(default_factory=asyncio.Event)
+    count: int = 0
 
 
 @dataclass
@@ -69,14 +91,15 @@ class Leases:
         self._settings = settings
         self._known: dict[str, _Entry] = {}
         self._live = 0
-        self._ended: deque[str] = deque()
-        self._due: list[tuple[float, str]] = []
-        self._early: dict[str, list[_Early]] = {}
-        self._earliest: deque[tuple[float, str]] = deque()
-        self._waiting: dict[str, asyncio.Event] = {}
+        self._ended: deque[_Entry] = deque()
+        self._due: list[tuple[float, int, str]] = []
+        self._early: dict[str, dict[tuple[bytes, ReadKey], _Early]] = {}
+        self._early_order: deque[tuple[str, _Early]] = deque()
+        self._waiting: dict[str, _Waiting] = {}
         self._waiters = 0
         self._changed = asyncio.Event()
         self._closing = False
+        self._closed = False
         self._numbers = 0
         self.watchers: Final[Watchers[Lease]] = Watchers()
         self.totals: Final = Totals()
@@ -87,7 +110,7 @@ class Leases:
 
     def __iter__(self) -> Iterator[tuple[int, Lease]]:
         """All that are remembered, newest first, with a number that falls."""
-        return ((entry.number, entry.lease) for entry in reversed(tuple(self._known.values())))
+        return ((entry.lease.number, entry.lease) for entry in reversed(tuple(self._known.values())))
 
     @property
     def open_reads(self) -> int:
@@ -96,10 +119,9 @@ class Leases:
 
     # -- what the engine asks --------------------------------------------------------------------------------------
 
-    def publish(self, record: PublishBlocks) -> float:
+    def publish(self, record: PublishBlocks) -> Lease:
         """Hold a request's blocks; the same content again extends the hold.
 
-        :returns: seconds that are left.
         :raises KvxferError: REQUEST_ID_REUSED (other content), LEASE_EXPIRED (the same content, but the hold has
             ended), FIELD_INVALID (ttl), LIMIT_EXCEEDED, SHUTTING_DOWN, and what
             :func:`kvxfer.core.resolve.check_blocks` raises.
@@ -114,9 +136,9 @@ class Leases:
         digest = content_digest(record, digests)
         entry = self._known.get(record.request_id)
         if entry is not None and hmac.compare_digest(entry.digest, digest):
-            entry.lease.extend(now + ttl)
-            self._follow(entry.lease)
-            return entry.lease.left(now)
+            with self._changing(entry) as lease:
+                lease.extend(now + ttl)
+            return lease
         if entry is not None and (not entry.lease.ended or hmac.compare_digest(entry.lease.token, record.lease_token)):
             ended = entry.lease.ended
             advice = "use a fresh lease token" if ended else "withdraw it first, and wait until it has ended"
@@ -132,29 +154,30 @@ class Leases:
                 f"{self._live} requests are published; the limit is {self._settings.max_leases}",
                 limit=self._settings.max_leases,
             )
+        self._numbers += 1
         lease = Lease(
             record.request_id,
             record.lease_token,
             digests,
             record.num_tokens,
+            number=self._numbers,
             readers=record.readers,
             published=now,
             deadline=now + ttl,
         )
-        self._numbers += 1
         self._known.pop(record.request_id, None)  # the place of an ended one, which is last in line now
-        self._known[record.request_id] = _Entry(lease, digest, self._numbers)
+        entry = self._known[record.request_id] = _Entry(lease, digest)
         self._live += 1
         self.totals.published += 1
-        self.watchers.tell(lease)
-        for early in self._early.pop(record.request_id, ()):
-            if hmac.compare_digest(early.token, lease.token) and now < early.until:
-                with contextlib.suppress(KvxferError):  # one that contradicts the publication means nothing
-                    lease.close(early.key, early.readers, now, done=early.done)
-        self._settle(lease)
+        self.watchers.tell(copy.copy(lease))
+        with self._changing(entry):
+            for early in self._early.pop(record.request_id, {}).values():
+                if hmac.compare_digest(early.token, lease.token) and now < early.until:
+                    with contextlib.suppress(KvxferError):  # one that contradicts the publication means nothing
+                        lease.close(early.key, early.readers, now, done=early.done)
         if (waiting := self._waiting.pop(record.request_id, None)) is not None:
-            waiting.set()
-        return lease.left(now)
+            waiting.event.set()
+        return lease
 
     def renew(self, request_id: str, token: bytes, ttl: float | None) -> float:
         """Hold a request for ``ttl`` seconds from now at least.
@@ -164,9 +187,9 @@ class Leases:
         """
         seconds = self._ttl(ttl)
         now = time.monotonic()
-        lease = self._find(request_id, token, now)
-        lease.extend(now + seconds)
-        self._follow(lease)
+        with self._changing(self._find(request_id, token)) as lease:
+            lease.tick(now)
+            lease.extend(now + seconds)
         return lease.left(now)
 
     def withdraw(self, request_id: str, token: bytes) -> float | None:
@@ -176,9 +199,9 @@ class Leases:
         :raises KvxferError: LEASE_UNKNOWN, LEASE_TOKEN_MISMATCH.
         """
         now = time.monotonic()
-        lease = self._find(request_id, token, now)
-        lease.withdraw()
-        self._settle(lease)
+        with self._changing(self._find(request_id, token)) as lease:
+            lease.tick(now)
+            lease.withdraw()
         return None if lease.ended else lease.held_for(now)
 
     def _ttl(self, ttl: float | None) -> float:
@@ -206,15 +229,14 @@ class Leases:
             if self._is_to_come(ref.request_id, ref.lease_token):
                 await self._await_publication(ref.request_id)
             now = time.monotonic()
-            lease = self._find(ref.request_id, ref.lease_token, now)
-            check_promise(lease, record)
-            seconds = min(record.wanted or self._settings.read_grant, self._settings.read_grant)
-            settled = lease.open(_key(ref), ref.readers, seconds, now)
+            with self._changing(self._find(ref.request_id, ref.lease_token)) as lease:
+                check_promise(lease, record)
+                seconds = min(record.wanted or self._settings.read_grant, self._settings.read_grant)
+                settled = lease.open(_key(ref), ref.readers, seconds, now)
         except KvxferError:
             self.totals.refused += 1
             raise
         self.totals.opened += 1
-        self._settle(lease)
         return Granted(seconds, min(now - lease.published, MAX_SECONDS), settled)
 
     async def _await_publication(self, request_id: str) -> None:
@@ -223,14 +245,17 @@ class Leases:
             raise KvxferError(Reason.SHUTTING_DOWN, "the cache is being unregistered")
         if self._waiters >= MAX_WAITING:
             return
-        event = self._waiting.setdefault(request_id, asyncio.Event())
+        waiting = self._waiting.setdefault(request_id, _Waiting())
+        waiting.count += 1
         self._waiters += 1
         try:
-            await asyncio.wait_for(event.wait(), self._settings.publish_wait)
-        except asyncio.TimeoutError:
-            self._waiting.pop(request_id, None)
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(waiting.event.wait(), self._settings.publish_wait)
         finally:
             self._waiters -= 1
+            waiting.count -= 1
+            if not waiting.count and self._waiting.get(request_id) is waiting:
+                del self._waiting[request_id]
         if self._closing:
             raise KvxferError(Reason.SHUTTING_DOWN, "the cache is being unregistered")
 
@@ -240,12 +265,9 @@ class Leases:
         :returns: seconds granted from now.
         :raises KvxferError: LEASE_UNKNOWN, LEASE_TOKEN_MISMATCH, LEASE_EXPIRED.
         """
-        now = time.monotonic()
-        lease = self._find(ref.request_id, ref.lease_token, now)
         seconds = min(wanted or self._settings.read_grant, self._settings.read_grant)
-        granted = lease.renew(_key(ref), seconds, self._settings.max_read, now)
-        self._follow(lease)
-        return granted
+        with self._changing(self._find(ref.request_id, ref.lease_token)) as lease:
+            return lease.renew(_key(ref), seconds, self._settings.max_read, time.monotonic())
 
     def close_read(self, record: CloseRead) -> None:
         """A read has ended.
@@ -257,12 +279,10 @@ class Leases:
         if self._is_to_come(ref.request_id, ref.lease_token):
             self._keep_early(ref.request_id, _Early(ref.lease_token, _key(ref), ref.readers, done, now + EARLY_TTL))
             return
-        lease = self._known[ref.request_id].lease
-        lease.check_token(ref.lease_token)
         if record.outcome is not Outcome.DONE:
             log.debug("read not done", request=ref.request_id, reader=ref.reader.engine_id, outcome=record.outcome.name)
-        lease.close(_key(ref), ref.readers, now, done=done)
-        self._settle(lease)
+        with self._changing(self._find(ref.request_id, ref.lease_token)) as lease:
+            lease.close(_key(ref), ref.readers, now, done=done)
 
     def finished(self, notice: ReadNotice) -> None:
         """The transport says that a READ has completed; anybody may say so, and what does not fit means nothing."""
@@ -271,38 +291,39 @@ class Leases:
             return
         reader = notice.reader
         key = ReadKey(reader.engine_id, reader.rank, reader.incarnation, notice.transfer_id)
-        with contextlib.suppress(KvxferError):
-            entry.lease.finished(key, time.monotonic())
-        self._settle(entry.lease)
+        with contextlib.suppress(KvxferError), self._changing(entry) as lease:
+            lease.finished(key, time.monotonic())
 
     def _keep_early(self, request_id: str, early: _Early) -> None:
-        known = self._early.setdefault(request_id, [])
-        if any(e.key == early.key and e.token == early.token for e in known):
+        known = self._early.setdefault(request_id, {})
+        name = (early.token, early.key)
+        if name in known or len(known) >= MAX_EARLY_EACH:
             return
-        while len(self._earliest) >= MAX_EARLY:
+        while len(self._early_order) >= MAX_EARLY:
             self._drop_earliest()
-        known.append(early)
-        self._earliest.append((early.until, request_id))
+        self._early.setdefault(request_id, known)[name] = early
+        self._early_order.append((request_id, early))
 
     def _drop_earliest(self) -> None:
-        until, request_id = self._earliest.popleft()
-        left = [e for e in self._early.get(request_id, ()) if e.until > until]
-        if left:
-            self._early[request_id] = left
-        else:
-            self._early.pop(request_id, None)
+        request_id, early = self._early_order.popleft()
+        known = self._early.get(request_id, {})
+        if known.get((early.token, early.key)) is early:
+            del known[early.token, early.key]
+            if not known:
+                del self._early[request_id]
 
     # -- time ------------------------------------------------------------------------------------------------------
 
     def tick(self, now: float) -> None:
         """Let time pass; ``now`` in monotonic seconds."""
         while self._due and self._due[0][0] <= now:
-            _, request_id = heapq.heappop(self._due)
+            _, number, request_id = heapq.heappop(self._due)
             entry = self._known.get(request_id)
-            if entry is not None and not entry.lease.ended:
-                entry.lease.tick(now)
-                self._settle(entry.lease)
-        while self._earliest and self._earliest[0][0] <= now:
+            if entry is not None and entry.lease.number == number:
+                entry.due = math.inf
+                with self._changing(entry) as lease:
+                    lease.tick(now)
+        while self._early_order and self._early_order[0][1].until <= now:
             self._drop_earliest()
 
     async def drain(self, timeout: float) -> bool:
@@ -311,13 +332,13 @@ class Leases:
         :returns: whether that was so within ``timeout`` seconds.
         """
         self._closing = True
-        for event in self._waiting.values():
-            event.set()
+        for waiting in self._waiting.values():
+            waiting.event.set()
         self._waiting.clear()
         for entry in tuple(self._known.values()):
-            if not entry.lease.ended:
-                entry.lease.withdraw()
-                self._settle(entry.lease)
+            if not entry.told:
+                with self._changing(entry) as lease:
+                    lease.withdraw()
         deadline = time.monotonic() + timeout
         while self._live and (left := deadline - time.monotonic()) > 0:
             self._changed.clear()
@@ -326,8 +347,16 @@ class Leases:
             self.tick(time.monotonic())
         return not self._live
 
+    async def over(self) -> None:
+        """Wait until every lease has ended, or nobody keeps them any more."""
+        while self._live and not self._closed:
+            self._changed.clear()
+            await self._changed.wait()
+
     def close(self) -> None:
         """End every stream."""
+        self._closed = True
+        self._changed.set()
         self.watchers.close()
 
     # -- small things ----------------------------------------------------------------------------------------------
@@ -337,7 +366,7 @@ class Leases:
         entry = self._known.get(request_id)
         return entry is None or (entry.lease.ended and not hmac.compare_digest(entry.lease.token, token))
 
-    def _find(self, request_id: str, token: bytes, now: float) -> Lease:
+    def _find(self, request_id: str, token: bytes) -> _Entry:
         entry = self._known.get(request_id)
         if entry is None:
             raise KvxferError(
@@ -347,21 +376,24 @@ class Leases:
                 request_id=request_id,
             )
         entry.lease.check_token(token)
-        if not entry.lease.ended:
-            entry.lease.tick(now)
-            self._settle(entry.lease)
-        return entry.lease
+        return entry
 
-    def _follow(self, lease: Lease) -> None:
-        heapq.heappush(self._due, (lease.due(), lease.request_id))
+    @contextlib.contextmanager
+    def _changing(self, entry: _Entry) -> Iterator[Lease]:
+        """Around anything that may change a lease, also where it fails half-way: its end must not go untold."""
+        try:
+            yield entry.lease
+        finally:
+            self._settle(entry)
 
-    def _settle(self, lease: Lease) -> None:
-        """After anything that may have changed it: tell those who watch when it has ended."""
-        entry = self._known[lease.request_id]
-        if not lease.ended:
-            self._follow(lease)
-            return
+    def _settle(self, entry: _Entry) -> None:
+        lease = entry.lease
         if entry.told:
+            return
+        if not lease.ended:
+            if (due := lease.due()) < entry.due:
+                entry.due = due
+                heapq.heappush(self._due, (due, lease.number, lease.request_id))
             return
         entry.told = True
         self._live -= 1
@@ -369,19 +401,11 @@ class Leases:
         setattr(self.totals, name, getattr(self.totals, name) + 1)
         self._changed.set()
         self.watchers.tell(lease)
-        self._ended.append(lease.request_id)
+        self._ended.append(entry)
         while len(self._ended) > self._settings.kept_leases:
-            former = self._known.get(oldest := self._ended.popleft())
-            if former is not None and former.lease.ended:
-                del self._known[oldest]
-
-
-@dataclass
-class _Entry:
-    lease: Lease
-    digest: bytes
-    number: int
-    told: bool = False
+            oldest = self._ended.popleft()
+            if self._known.get(oldest.lease.request_id) is oldest:
+                del self._known[oldest.lease.request_id]
 
 
 def _key(ref: ReadRef) -> ReadKey:

@@ -155,6 +155,7 @@ class Link:
         self._incarnations = {r.facts.rank.number: r.facts.incarnation for r in ranks}
         self.lost: Final[asyncio.Future[KvxferError]] = asyncio.get_running_loop().create_future()
         self._users = 1
+        self.used = time.monotonic()
         self._watchers = [asyncio.ensure_future(self._watch(s.rank)) for s in sources]
 
     @property
@@ -181,6 +182,12 @@ class Link:
     def hold(self) -> None:
         """One more user."""
         self._users += 1
+        self.used = time.monotonic()
+
+    @property
+    def idle(self) -> bool:
+        """Whether nobody uses it but the table of links."""
+        return self._users == 1
 
     def let_go(self) -> None:
         """One user less; the last one gives everything back."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
@@ -19,7 +19,7 @@ from kvxfer.core.errors import KvxferError, Reason
 from kvxfer.core.layout import CacheLayout, MemoryKind
 from kvxfer.core.pairing import Member, PairingOptions, compile_plan
 from kvxfer.core.plan import SourcePlan
-from kvxfer.service.link import Link, LinkSource, PeerClient, RemoteRank
+from kvxfer.service.link import Link, LinkSource, PeerClient, PeerConnector, RemoteRank
 from kvxfer.service.settings import ServiceSettings
 from kvxfer.wire.peer import ExchangeAnswer, ExchangeQuery, PeerMemory, Reader
 from kvxfer.wire.requests import Target
@@ -37,8 +37,6 @@ PROTOCOL_VERSIONS: Final = (1, 1)
 COURTESY_TIMEOUT: Final = 2.0
 #: Ranks of one engine that are met at the same time.
 EXCHANGES_AT_ONCE: Final = 64
-#: Makes a client of the KvPeer service at an address; connects lazily.
-PeerConnector = Callable[[str], PeerClient]
 
 
 class Links:
@@ -48,6 +46,9 @@ class Links:
         self._registration = registration
         self._connect = connect
         self._settings = settings
+        self._stopped = False
+        #: How often there was no room for another engine.
+        self.limited = 0
         self._links: dict[str, Link] = {}
         self._open: set[Link] = set()
         self._attempts: dict[str, tuple[object, asyncio.Task[Link]]] = {}
@@ -87,7 +88,10 @@ class Links:
             if running is not None and running[0] != key:
                 await asyncio.wait([running[1]])
                 continue
+            if self._stopped:
+                raise KvxferError(Reason.SHUTTING_DOWN, "the cache is being unregistered")
             if running is None:
+                self._make_room(target.engine_id)
                 agreed = options or (link.options if link is not None else PairingOptions())
                 task = asyncio.ensure_future(
                     self._bounded_attempt(target, agreed, max(timeout, self._settings.handshake_timeout))
@@ -99,6 +103,25 @@ class Links:
             if running[1].cancelled():
                 raise KvxferError(Reason.SHUTTING_DOWN, "the cache was unregistered during the handshake")
             return running[1].result()
+
+    def _make_room(self, engine_id: str) -> None:
+        """Let go of the idle link that was used least recently, where there are too many.
+
+        :raises KvxferError: LIMIT_EXCEEDED where all are in use.
+        """
+        others = {*self._links, *self._attempts} - {engine_id}
+        if len(others) < self._settings.max_peers:
+            return
+        idle = [link for name, link in self._links.items() if link.idle and name not in self._attempts]
+        if not idle:
+            self.limited += 1
+            raise KvxferError(
+                Reason.LIMIT_EXCEEDED,
+                f"this engine reads from {len(others)} others; the limit is {self._settings.max_peers} (max_peers)",
+                limit_name="max_peers",
+                limit=self._settings.max_peers,
+            )
+        self.drop(min(idle, key=lambda link: link.used))
 
     def _ended(self, engine_id: str, task: asyncio.Task[Link]) -> None:
         del self._attempts[engine_id]
@@ -279,15 +302,16 @@ class Links:
 
     async def stop(self) -> None:
         """Take nothing new, and stop every read that is posted."""
-        for _, task in list(self._attempts.values()):
+        self._stopped = True
+        attempts = [task for _, task in self._attempts.values()]
+        for task in attempts:
             task.cancel()
+        # Cancelled once, and waited for: what an attempt has made it takes back before it ends.
+        await asyncio.gather(*attempts, return_exceptions=True)
         await asyncio.gather(*(link.engine.close(0.0) for link in tuple(self._open)))
 
     async def close(self) -> None:
-        """Give up attempts and give back every link.  Transfers must have ended."""
-        for _, task in list(self._attempts.values()):
-            task.cancel()
-        await asyncio.gather(*(t for _, t in self._attempts.values()), return_exceptions=True)
+        """Give back every link.  :meth:`stop` comes first, and transfers must have ended."""
         for link in list(self._links.values()):
             self.drop(link)
         while self._tasks:

@@ -42,7 +42,8 @@ class PeerService(peer_pb2_grpc.KvPeerServicer):
         """Introduce a reader."""
         query = exchange_from_pb(request)
         version = _agreed(query)
-        registration = self._find(query.engine_id, query.rank, closing=query.goodbye)
+        # Those that are reading still must not take a cache that is being unregistered for one that is lost.
+        registration = self._find(query.engine_id, query.rank, closing=query.goodbye or bool(query.known_incarnation))
         reader = query.reader
         if query.goodbye:
             # One that is meant for an earlier registration says nothing about this one, which the reader has met since.
@@ -110,7 +111,7 @@ class PeerService(peer_pb2_grpc.KvPeerServicer):
         return pb.CloseReadResponse()
 
     def _find(self, engine_id: str, rank: Rank, *, closing: bool = False) -> Registration:
-        registration = self._registrations.get(engine_id, closing=closing)
+        registration = self._registrations.get(engine_id, closing=closing, orphaned=True)
         own = registration.identity.rank
         if rank != own:
             raise KvxferError(

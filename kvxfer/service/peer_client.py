@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import grpc
 import grpc.aio
@@ -51,14 +51,31 @@ def channel_options(message_limit: int) -> list[tuple[str, int]]:
 
 
 class GrpcPeerClient:
-    """See :class:`kvxfer.service.link.PeerClient`."""
+    """See :class:`kvxfer.service.link.PeerClient`.
 
-    def __init__(self, address: str, message_limit: int) -> None:
+    :param credentials: for TLS; plaintext without.
+    :param server_name: what the peer's certificate must name, instead of the host of its address.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        message_limit: int,
+        credentials: grpc.ChannelCredentials | None = None,
+        server_name: str = "",
+    ) -> None:
         self._address = address
+        self._tls = credentials is not None
         host, port = fields.split_address(address)
         kind = "ipv6" if ":" in host else "ipv4" if host.replace(".", "").isdigit() else "dns"
         target = f"{kind}:[{host}]:{port}" if kind == "ipv6" else f"{kind}:{host}:{port}"
-        self._channel = grpc.aio.insecure_channel(target, options=channel_options(message_limit))
+        options: list[tuple[str, Any]] = [*channel_options(message_limit)]
+        if credentials is None:
+            self._channel = grpc.aio.insecure_channel(target, options=options)
+        else:
+            if server_name:
+                options.append(("grpc.ssl_target_name_override", server_name))
+            self._channel = grpc.aio.secure_channel(target, credentials, options=options)
         self._stub = peer_pb2_grpc.KvPeerStub(self._channel)
 
     @property
@@ -70,19 +87,35 @@ class GrpcPeerClient:
         try:
             return await call
         except grpc.aio.AioRpcError as error:
-            known, code, details = from_rpc_error(error), error.code(), error.details()
+            known, code, details = from_rpc_error(error), error.code(), error.details() or ""
         # What is raised must not lead to the call, by its cause or by a frame of its traceback: whoever keeps a call
         # keeps its connection open, also after its channel was closed.
         del call
-        if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
+        silent = code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
+        if silent and "grpc_code" in known.metadata:  # not the peer, but gRPC says so
             raise KvxferError(
                 Reason.PEER_UNREACHABLE,
-                f"{what} at {self._address}: {details or code.name}",
+                f"{what} at {self._address}{self._how(details)}: {details or code.name}",
                 address=self._address,
                 status=code.name,
+                security="tls" if self._tls else "plaintext",
             )
-        # What it says of a field is about our call, not about that of our own caller.
-        raise KvxferError(known.reason, known.message, **dict(known.metadata))
+        # What it says of a field is about our call, not about that of our own caller; and that it is about to stop is
+        # no word about this side, nor a reason to give up what it still serves.
+        reason = Reason.PEER_UNREACHABLE if known.reason is Reason.SHUTTING_DOWN else known.reason
+        told = {**known.metadata, "peer": self._address, "said": known.reason.value}
+        raise KvxferError(reason, known.message, **told)
+
+    def _how(self, details: str) -> str:
+        """What may be said of TLS: a server that does not accept our certificate only hangs up."""
+        details = details.lower()
+        if self._tls and ("handshake failed" in details or "verification check failed" in details):
+            return ", whose TLS certificate or name is not accepted here, or which has no TLS"
+        if "socket closed" not in details:
+            return " over TLS" if self._tls else ""
+        if self._tls:
+            return " over TLS (where it has not just stopped, it does not accept this side's certificate)"
+        return " in plaintext (where it has not just stopped, it may want TLS)"
 
     async def exchange(self, query: ExchangeQuery, timeout: float) -> ExchangeAnswer:
         """See :meth:`kvxfer.service.link.PeerClient.exchange`."""

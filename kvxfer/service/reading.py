@@ -16,7 +16,7 @@ import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from kvxfer.core.errors import KvxferError, Reason
 from kvxfer.service.link import LinkSource, PeerClient
@@ -28,6 +28,10 @@ from kvxfer.xfer.api import ReadResult, TransferEngine
 def clock() -> float:
     """Seconds on a clock that also runs while this machine is suspended: the other one's may not have been."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+#: How much of a second of the other side's is counted on: clocks of two machines do not run alike.
+SURE: Final = 0.999
 
 
 @dataclass
@@ -86,7 +90,7 @@ async def read_source(
                 )
             # It may have read what was there before the request was published; what was there did no harm, it is
             # overwritten now.  Under the same grant: the source takes only CloseRead for its end.
-            await moving
+            await _finish(moving, grant, live.source.client, record.ref, timeout)
             live.read = await live.again()
             moving = engine.submit(live.read)
         return await _finish(moving, grant, live.source.client, record.ref, timeout)
@@ -98,7 +102,8 @@ async def _open(source: LinkSource, record: OpenRead, timeout: float) -> tuple[_
     asked, attention = clock(), time.monotonic()
     answer = await source.client.open_read(record, timeout)
     source.rank.heard(attention)
-    return _Grant(answer.seconds, asked + answer.seconds), answer.published, answer.settled
+    seconds = answer.seconds * SURE
+    return _Grant(seconds, asked + seconds), answer.published * SURE, answer.settled
 
 
 async def _unless_failed(
@@ -144,7 +149,7 @@ async def _renew(
     try:
         await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
         if renewing.done():
-            grant.until = max(grant.until, asked + renewing.result())
+            grant.until = max(grant.until, asked + renewing.result() * SURE)
     except KvxferError as error:
         if not error.spec.retry:
             raise

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import itertools
 import secrets
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import replace
@@ -19,12 +20,14 @@ from typing import Final
 import structlog
 
 from kvxfer.core.errors import KvxferError, Reason
+from kvxfer.core.holds import Hold
 from kvxfer.core.layout import CacheLayout
-from kvxfer.memory.api import MappedRegion, MemoryPolicy, open_region
+from kvxfer.memory.api import MappedRegion, MemoryPolicy, open_region, take_region
 from kvxfer.memory.handles import Handle, Mappable, Owned
 from kvxfer.memory.mapping import MemoryIdentity
 from kvxfer.service.leases import Leases
-from kvxfer.service.links import Links, PeerConnector
+from kvxfer.service.link import PeerConnector
+from kvxfer.service.links import Links
 from kvxfer.service.readers import Readers
 from kvxfer.service.settings import ServiceSettings
 from kvxfer.service.transfers import Transfers
@@ -68,6 +71,11 @@ class Registration:
         self.leases: Final = leases
         self.links: Final = Links(self, connect, settings)
         self.transfers: Final = Transfers(self, settings)
+        self.hold: Final = Hold(settings.engine_grace)
+        #: Fires after the grace in which an engine that was lost may come back.
+        self.watchdog: asyncio.TimerHandle = asyncio.get_running_loop().call_later(0, lambda: None)
+        #: Why it has ended, once it has.
+        self.ended: Final[asyncio.Future[KvxferError]] = asyncio.get_running_loop().create_future()
         self._regions = tuple(regions)
         self._make_engine = make_engine
         self._made = itertools.count(1)
@@ -86,6 +94,16 @@ class Registration:
         return tuple(r.identity for r in self._regions)
 
     @property
+    def owned(self) -> bool:
+        """Whether all of its memory is the sidecar's, which no engine takes along."""
+        return None not in self.exported
+
+    @property
+    def takes_work(self) -> bool:
+        """Whether its engine is there and may ask for things."""
+        return not self.closing and not self.hold.over
+
+    @property
     def size(self) -> int:
         """Bytes of all regions."""
         return sum(r.size for r in self.layout.regions)
@@ -100,20 +118,26 @@ class Registration:
         over = await asyncio.gather(self.leases.drain(max(timeout, granted)), self.transfers.drain(timeout))
         return all(over)
 
-    async def close(self, *, keep_memory: bool = False) -> None:
+    async def close(self, why: KvxferError, *, keep: Callable[[MappedRegion], bool] = lambda _: False) -> None:
         """Undo the registration: destroy the agent, unmap.  Idempotent; :meth:`drain` comes first.
 
         The agent goes before the mappings: a NIXL target crashes when memory that is still readable is unmapped, and
         destroying the agent is what ends its readability.
+
+        :param why: what those are told who hold it.
+        :param keep: which sidecar-owned files are left where they are.
         """
         self.closing = True
+        self.watchdog.cancel()
         await self.links.stop()
         await self.transfers.close()
         await self.links.close()
-        self.leases.close()
         self.readers.close()
         await self.engine.close()
-        await asyncio.to_thread(_close_all, self._regions, keep_memory)
+        self.leases.close()  # the last: whoever watches them takes the end of the stream for the end of all reading
+        await asyncio.to_thread(_close_all, self._regions, keep)
+        if not self.ended.done():
+            self.ended.set_result(why)
         log.info("cache unregistered", engine=self.identity.engine_id, incarnation=self.incarnation)
 
 
@@ -124,10 +148,10 @@ def spans_of(layout: CacheLayout, regions: Sequence[MappedRegion]) -> tuple[Span
     )
 
 
-def _close_all(regions: Sequence[MappedRegion], keep: bool = False) -> None:
+def _close_all(regions: Sequence[MappedRegion], keep: Callable[[MappedRegion], bool] = lambda _: False) -> None:
     for region in regions:
         try:
-            region.close(keep=keep)
+            region.close(keep=keep(region))
         except KvxferError as error:  # the others are closed all the same
             log.error("a region was not unmapped", error=str(error))
 
@@ -144,6 +168,7 @@ class Registrations:
         self._locks: dict[str, asyncio.Lock] = {}
         self._users: Counter[str] = Counter()
         self._opening = 0
+        self._ending: set[asyncio.Task[None]] = set()
         self._closed = False
         #: Called whenever a registration comes or goes.
         self.on_change: Callable[[], None] = lambda: None
@@ -154,16 +179,17 @@ class Registrations:
     def __iter__(self) -> Iterator[Registration]:
         return iter(tuple(self._by_engine.values()))
 
-    def get(self, engine_id: str, *, closing: bool = False) -> Registration:
+    def get(self, engine_id: str, *, closing: bool = False, orphaned: bool = False) -> Registration:
         """The registration of an engine.
 
         :param closing: also while it is being undone.
+        :param orphaned: also where its engine is gone, while what it has published is still held.
         :raises KvxferError: NOT_REGISTERED, SHUTTING_DOWN.
         """
         found = self._by_engine.get(engine_id)
         if self._closed and not closing:
             raise KvxferError(Reason.SHUTTING_DOWN, "the sidecar is shutting down")
-        if found is None or (found.closing and not closing):
+        if found is None or not (closing or found.takes_work or (orphaned and not found.closing)):
             known = ", ".join(sorted(self._by_engine)) or "none"
             raise KvxferError(
                 Reason.NOT_REGISTERED,
@@ -181,19 +207,22 @@ class Registrations:
             registration that was to be replaced is still there.
         """
         _check_handles(record.layout, record.memory)
-        engine_id, content = record.engine_id, replace(record, replace=False)
+        engine_id, content = record.engine_id, replace(record, replace=False, held=False)
         async with self._alone(engine_id):
-            if self._closed:
-                raise KvxferError(Reason.SHUTTING_DOWN, "the sidecar is shutting down")
+            self._check_open()
             existing = self._by_engine.get(engine_id)
             if existing is not None:
-                same = existing.identity == content and not existing.closing
-                if same and await asyncio.to_thread(self._is_still, existing):
+                same = existing.identity == content and existing.takes_work
+                if same and await asyncio.to_thread(self._is_still, existing) and existing.takes_work:
+                    if record.held:
+                        self._expect(existing)
                     return existing
                 if not record.replace:
                     state = "another cache registered"
                     if existing.closing:
                         state = "a cache that is being unregistered"
+                    elif existing.hold.over:
+                        state = "a cache whose engine was lost"
                     elif same:
                         state = "a cache registered whose memory was made anew since, under the same names"
                     raise KvxferError(
@@ -220,10 +249,26 @@ class Registrations:
                 # same memory.  Posted reads that have not drained in time end with their agents; reads that were
                 # granted to others are waited for as long as they were granted, or their bytes would count.
                 await existing.drain(self._settings.drain_timeout, self._settings.read_grant)
-                await existing.close()
+                heirs = fresh.identities
+                await existing.close(
+                    stale(engine_id, fresh.incarnation, existing.incarnation),
+                    # A file that both name is the memory of the fresh one.
+                    keep=lambda region: any(region.identity.meets(heir) for heir in heirs),
+                )
+            try:
+                self._check_open()
+            except KvxferError as why:  # what has closed has not seen this one
+                await fresh.close(why, keep=lambda _: True)
+                raise
             self._by_engine[engine_id] = fresh
             self.on_change()
+            if record.held:
+                self._expect(fresh)
             return fresh
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise KvxferError(Reason.SHUTTING_DOWN, "the sidecar is shutting down")
 
     def _is_still(self, registration: Registration) -> bool:
         """Whether the handles of a registration still name the memory that it has mapped."""
@@ -279,15 +324,18 @@ class Registrations:
 
     async def _open(self, record: RegisterCache, *, replaced: Registration | None) -> Registration:
         regions: list[MappedRegion] = []
+        found: set[MappedRegion] = set()  # these were there before, and stay if this fails
         engine: TransferEngine | None = None
         incarnation = secrets.token_hex(8)
         try:
             for i, handle in enumerate(record.memory):
                 try:
-                    regions.append(await asyncio.to_thread(open_region, handle, self._policy))
+                    regions.append(await asyncio.to_thread(take_region, handle, self._policy))
                 except KvxferError as error:
                     path = at(f"memory[{i}]", handle_path(handle, error.field)).rstrip(".")
                     raise KvxferError(error.reason, error.message, field=path, **dict(error.metadata)) from error
+                if not isinstance(handle, Owned):
+                    found.add(regions[-1])
             self._check_apart(regions, replaced)
             readers, leases = Readers(), Leases(record.layout, self._settings)
 
@@ -308,7 +356,7 @@ class Registrations:
         except BaseException:
             if engine is not None:
                 await engine.close()
-            await asyncio.to_thread(_close_all, regions)
+            await asyncio.to_thread(_close_all, regions, found.__contains__)
             raise
         readers.engine = engine
         log.info(
@@ -343,13 +391,7 @@ class Registrations:
         async with self._alone(engine_id):
             registration = self.get(engine_id, closing=True)
             if incarnation and registration.incarnation != incarnation:
-                raise KvxferError(
-                    Reason.STALE_INCARNATION,
-                    f"engine {engine_id} is registered as {registration.incarnation}, not as {incarnation}",
-                    field="incarnation",
-                    registered=registration.incarnation,
-                    given=incarnation,
-                )
+                raise stale(engine_id, registration.incarnation, incarnation)
             seconds = self._settings.drain_timeout if drain is None else drain
             if not await registration.drain(seconds):
                 raise KvxferError(
@@ -359,18 +401,100 @@ class Registrations:
                     engine_id=engine_id,
                     reads_open=registration.leases.open_reads,
                 )
-            await registration.close()
-            del self._by_engine[engine_id]
-            self.on_change()
+            await self._undo(registration, unregistered(engine_id))
+
+    async def _undo(self, registration: Registration, why: KvxferError) -> None:
+        await registration.close(why)
+        del self._by_engine[registration.identity.engine_id]
+        self.on_change()
+
+    # -- engines that die ------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def hold(self, engine_id: str, incarnation: str, *, keep_leases: bool) -> Iterator[Registration]:
+        """Inside, an engine holds its registration.
+
+        :param keep_leases: when the engine is gone, what it has published stays readable until its leases end.
+        :raises KvxferError: NOT_REGISTERED, STALE_INCARNATION, SHUTTING_DOWN, FIELD_INVALID (``keep_leases`` where not
+            all memory is the sidecar's).
+        """
+        registration = self.get(engine_id)
+        if registration.incarnation != incarnation:
+            raise stale(engine_id, registration.incarnation, incarnation)
+        if keep_leases and not registration.owned:
+            raise KvxferError(
+                Reason.FIELD_INVALID,
+                "keep_leases needs a cache whose memory is all owned by the sidecar",
+                field="keep_leases",
+                engine_id=engine_id,
+            )
+        registration.hold.open()
+        try:
+            yield registration
+        finally:
+            registration.hold.end(time.monotonic(), keep_leases=keep_leases)
+            self._watch(registration)
+
+    async def ending(self, engine_id: str, incarnation: str) -> None:
+        """Where this very registration is ending, wait until it has: only then is its memory nobody's any more.
+
+        :raises KvxferError: why it has ended.
+        """
+        found = self._by_engine.get(engine_id)
+        if found is not None and found.incarnation == incarnation and not found.takes_work:
+            raise await asyncio.shield(found.ended)
+
+    def _expect(self, registration: Registration) -> None:
+        registration.hold.expect(time.monotonic())
+        self._watch(registration)
+
+    def _watch(self, registration: Registration) -> None:
+        """See after the grace whether its engine has come back."""
+        registration.watchdog.cancel()
+        left = registration.hold.left(time.monotonic())
+        if left is not None and self._by_engine.get(registration.identity.engine_id) is registration:
+            registration.watchdog = asyncio.get_running_loop().call_later(left, self._look_after, registration)
+
+    def _look_after(self, registration: Registration) -> None:
+        if not registration.hold.tick(time.monotonic()):
+            self._watch(registration)  # it is held again, or the timer was early
+            return
+        task = asyncio.ensure_future(self._bury(registration))
+        self._ending.add(task)
+        task.add_done_callback(self._buried)
+
+    def _buried(self, task: asyncio.Task[None]) -> None:
+        self._ending.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("the registration of a dead engine was not undone", exc_info=error)
+
+    async def _bury(self, registration: Registration) -> None:
+        """Its engine is gone: undo the registration, whether or not it drains in time."""
+        engine_id, keep = registration.identity.engine_id, registration.hold.keep_leases
+        log.warning(
+            "engine lost", engine=engine_id, incarnation=registration.incarnation, leases=len(registration.leases)
+        )
+        if keep and not registration.closing:
+            await registration.transfers.drain(self._settings.drain_timeout)
+            await registration.leases.over()
+        async with self._alone(engine_id):
+            if self._by_engine.get(engine_id) is not registration:
+                return
+            # As where it is replaced: what is granted is waited for, and everything else ends with its agent.
+            await registration.drain(self._settings.drain_timeout, self._settings.read_grant)
+            await self._undo(registration, unregistered(engine_id))
 
     async def _close(self, engine_id: str) -> None:
         async with self._alone(engine_id):
             registration = self._by_engine.get(engine_id)
             if registration is None:
                 return
-            await registration.drain(self._settings.drain_timeout)
-            # Sidecar-owned files stay: the cache is the engine's, which may register them again by path.
-            await registration.close(keep_memory=True)
+            await registration.drain(self._settings.drain_timeout, self._settings.read_grant)
+            # Sidecar-owned files stay: the cache is the engine's, which may register them again by path.  Not those of
+            # an engine that is gone.
+            keep = not registration.hold.over
+            why = KvxferError(Reason.SHUTTING_DOWN, "the sidecar is shutting down")
+            await registration.close(why, keep=lambda _: keep)
             del self._by_engine[engine_id]
 
     async def close(self) -> None:
@@ -380,7 +504,30 @@ class Registrations:
         for end in ends:
             if isinstance(end, BaseException):
                 log.error("a registration did not end well", exc_info=end)
+        for task in tuple(self._ending):  # they wait for leases that have been withdrawn
+            await asyncio.wait([task])
         self.on_change()
+
+
+def stale(engine_id: str, registered: str, given: str) -> KvxferError:
+    """That another incarnation is registered than the one that is meant."""
+    return KvxferError(
+        Reason.STALE_INCARNATION,
+        f"engine {engine_id} is registered as {registered}, not as {given}",
+        field="incarnation",
+        registered=registered,
+        given=given,
+    )
+
+
+def unregistered(engine_id: str) -> KvxferError:
+    """That a registration is no more."""
+    return KvxferError(
+        Reason.NOT_REGISTERED,
+        f"the registration of engine {engine_id} has ended",
+        field="engine_id",
+        engine_id=engine_id,
+    )
 
 
 def _check_handles(layout: CacheLayout, handles: Sequence[Handle]) -> None:

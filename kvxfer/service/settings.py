@@ -14,7 +14,10 @@ class ServiceSettings:
     memory: MemoryPolicy = field(default_factory=MemoryPolicy)
     max_registrations: int = 8
     max_transfers: int = 4096
+    max_transfers_per_peer: int = 1024
     max_bytes_in_flight: int = 64 * 2**30
+    max_bytes_in_flight_per_peer: int = 32 * 2**30
+    max_peers: int = 256
     max_descriptors: int = 8_388_608
     max_leases: int = 65_536
     kept_transfers: int = 4096
@@ -29,3 +32,4 @@ class ServiceSettings:
     max_read: float = 600.0
     drain_timeout: float = 10.0
     drain_limit: float = 10.0
+    engine_grace: float = 5.0

@@ -135,4 +135,3 @@ class Totals:
     failed: int = 0
     cancelled: int = 0
     bytes_read: int = 0
-    bytes_in_flight: int = 0

@@ -25,6 +25,7 @@ from kvxfer.core.resolve import Request, SourceRead, resolve
 from kvxfer.core.transfers import Event, State
 from kvxfer.service.link import Link, LinkSource, RemoteRank
 from kvxfer.service.reading import clock, leave, read_source
+from kvxfer.service.room import Room
 from kvxfer.service.settings import ServiceSettings
 from kvxfer.service.transfer import Live, Part, Totals, Transfer
 from kvxfer.service.watch import Watchers
@@ -47,6 +48,8 @@ CLOSE_TIMEOUT: Final = 5.0
 CLOSE_DELAY: Final = 0.002
 #: After these a new handshake is needed.
 LINK_BREAKERS: Final = frozenset({Reason.PEER_LOST, Reason.PEER_UNREACHABLE, Reason.STALE_INCARNATION})
+#: What a source says that is about to stop; it serves on what it has granted.
+STOPPING: Final = Reason.SHUTTING_DOWN.value
 
 
 class Transfers:
@@ -62,8 +65,30 @@ class Transfers:
         self._tasks: set[asyncio.Task[None]] = set()
         self._numbers = itertools.count(1)
         self._closing = False
+        self._transfers = Room(
+            "transfers",
+            ("max_transfers", "max_transfers_per_peer"),
+            settings.max_transfers,
+            settings.max_transfers_per_peer,
+        )
+        self._bytes = Room(
+            "bytes",
+            ("max_bytes_in_flight", "max_bytes_in_flight_per_peer"),
+            settings.max_bytes_in_flight,
+            settings.max_bytes_in_flight_per_peer,
+        )
         self.watchers: Final[Watchers[Transfer]] = Watchers()
         self.totals: Final = Totals()
+
+    @property
+    def bytes_in_flight(self) -> int:
+        """Bytes posted and not quiesced."""
+        return self._bytes.taken
+
+    @property
+    def limited(self) -> int:
+        """How often there was no room for a transfer."""
+        return self._transfers.refused + self._bytes.refused
 
     # -- looking ---------------------------------------------------------------------------------------------------
 
@@ -139,25 +164,35 @@ class Transfers:
                 local=mine,
                 remote=theirs,
             )
-        # The one that asks is among those being prepared.
-        active = len(self._known) - len(self._ended) + len(self._preparing) - 1
-        if active >= self._settings.max_transfers:
-            raise KvxferError(
-                Reason.LIMIT_EXCEEDED,
-                f"{active} transfers are not finished; the limit is {self._settings.max_transfers}",
-                limit=self._settings.max_transfers,
-            )
-        link = await self._registration.links.get(spec.target, None, self._settings.handshake_timeout)
-        link.hold()
+        peer = spec.ticket.engine_id
+        self._transfers.take(peer, 1)
         try:
-            transfer = await self._make(spec, link, make)
+            return await self._prepare_within(spec, make)
         except BaseException:
-            link.let_go()
+            self._transfers.give(peer, 1)
             raise
+
+    async def _prepare_within(self, spec: TransferSpec, make: bool) -> Transfer:
+        try:
+            transfer, link = await self._prepare_once(spec, make)
+        except KvxferError as error:
+            # The link was lost while it was being used: the next one may be as good.
+            if error.reason not in (Reason.NO_HANDSHAKE, Reason.SHUTTING_DOWN) or self._closing:
+                raise
+            transfer, link = await self._prepare_once(spec, make)
         self._known[spec.transfer_id] = transfer
         self._arm(transfer, link)
         self.watchers.tell(transfer)
         return transfer
+
+    async def _prepare_once(self, spec: TransferSpec, make: bool) -> tuple[Transfer, Link]:
+        link = await self._registration.links.get(spec.target, None, self._settings.handshake_timeout)
+        link.hold()
+        try:
+            return await self._make(spec, link, make), link
+        except BaseException:
+            link.let_go()
+            raise
 
     async def _make(self, spec: TransferSpec, link: Link, now: bool) -> Transfer:
         request = Request(spec.local_blocks, spec.ticket.blocks, spec.num_tokens, spec.skip_tokens)
@@ -167,12 +202,13 @@ class Transfers:
         small = ids * link.plan.most_per_block <= RESOLVE_INLINE
         read = resolve(*args) if small else await asyncio.to_thread(resolve, *args)
         resolved = time.perf_counter()
+        number = next(self._numbers)
         made: list[Part] = []
         try:
             for source, part in zip(link.sources, read.sources, strict=True):
                 live = None
                 if part.descriptors:
-                    make = self._maker(link, source, part, self._notice(spec, source.rank))
+                    make = self._maker(link, source, part, self._notice(spec, number, source.rank))
                     live = Live(source, await make(now=now), make)
                 made.append(Part(part.rank, source.facts.incarnation, part.descriptors, part.bytes_by_group, live))
         except BaseException:
@@ -180,7 +216,7 @@ class Transfers:
                 if state.live is not None:
                     await link.engine.release(state.live.read)
             raise
-        transfer = Transfer(spec, link, made, read.claims.tolist(), next(self._numbers))
+        transfer = Transfer(spec, link, made, read.claims.tolist(), number)
         transfer.timings.resolve = resolved - began
         transfer.timings.make = time.perf_counter() - resolved if now else None
         return transfer
@@ -233,14 +269,6 @@ class Transfers:
             return
         if self._closing:
             raise KvxferError(Reason.SHUTTING_DOWN, "the cache is being unregistered")
-        flying = self.totals.bytes_in_flight
-        if flying and flying + transfer.bytes > self._settings.max_bytes_in_flight:
-            raise KvxferError(
-                Reason.LIMIT_EXCEEDED,
-                f"{flying} bytes are in flight; {transfer.bytes} more would exceed the limit of "
-                f"{self._settings.max_bytes_in_flight}",
-                limit=self._settings.max_bytes_in_flight,
-            )
         busy = next((c for c in transfer.claims if c in self._claims), None)
         if busy is not None:  # the first block's number is 0
             raise KvxferError(
@@ -250,8 +278,8 @@ class Transfers:
                 block=busy & 0xFFFFFFFF,
                 transfer_id=self._claims[busy],
             )
+        self._bytes.take(transfer.remote_engine_id, transfer.bytes)
         self._claims.update(dict.fromkeys(transfer.claims, transfer.id))
-        self.totals.bytes_in_flight += transfer.bytes
         self._move(transfer, Event.POST)
         transfer.disarm()
         # Handed over before anything else is done: the copying goes on beside all that follows.
@@ -295,7 +323,7 @@ class Transfers:
             log.exception("a transfer failed in an unforeseen way", transfer=transfer.id)
             event, fault = Event.FAULT, _as_error(error)
         leave(*work)
-        if fault is not None and fault.reason in LINK_BREAKERS:
+        if fault is not None and fault.reason in LINK_BREAKERS and fault.metadata.get("said") != STOPPING:
             link.lose(fault)
         transfer.timings.total = time.perf_counter() - began
         self._decide(transfer, event, fault)
@@ -366,13 +394,15 @@ class Transfers:
 
     def _free(self, transfer: Transfer) -> None:
         """The local blocks of a posted transfer are nobody's any more."""
-        self.totals.bytes_in_flight -= transfer.bytes
+        self._bytes.give(transfer.remote_engine_id, transfer.bytes)
         for claim in transfer.claims:
             del self._claims[claim]
 
     async def _let_go(self, transfer: Transfer, link: Link, *, posted: bool) -> None:
         """Wait until the library has let go of a decided transfer, and give everything back."""
         for read in [live.read for live in transfer.live]:
+            if read.kept:
+                await link.cut(KvxferError(Reason.PEER_LOST, "a read failed of which some may still be under way"))
             # A read whose posting was called off in time was never posted; nothing will ever write for it.
             if read.state is ReadState.POSTED or not read.is_quiesced:
                 await self._quiesce(transfer, link, read)
@@ -390,6 +420,7 @@ class Transfers:
         transfer.ended = time.time()
         transfer.forget_details()
         transfer.finished.set()
+        self._transfers.give(transfer.remote_engine_id, 1)
         self.watchers.tell(transfer)
         self._ended.append(transfer.id)
         while len(self._ended) > self._settings.kept_transfers:
@@ -474,11 +505,12 @@ class Transfers:
     # -- what sources are told ---------------------------------------------------------------------------------------
 
     def _ref(self, of: Transfer, rank: RemoteRank) -> ReadRef:
-        return self._reference(of.request_id, of.lease_token, of.id, rank)
+        return self._reference(of.request_id, of.lease_token, told_id(of.id, of.number), rank)
 
-    def _notice(self, spec: TransferSpec, rank: RemoteRank) -> bytes:
+    def _notice(self, spec: TransferSpec, number: int, rank: RemoteRank) -> bytes:
         """The payload of the read's NIXL notification."""
-        ref = self._reference(spec.ticket.request_id, spec.ticket.lease_token, spec.transfer_id, rank)
+        name = told_id(spec.transfer_id, number)
+        ref = self._reference(spec.ticket.request_id, spec.ticket.lease_token, name, rank)
         return notice_to_bytes(
             ReadNotice(ref.engine_id, ref.incarnation, ref.request_id, ref.lease_token, ref.reader, ref.transfer_id)
         )
@@ -519,6 +551,12 @@ class Transfers:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("a transfer task failed", exc_info=error)
+
+
+def told_id(transfer_id: str, number: int) -> str:
+    """What sources are told instead of a transfer's ID: an engine may use an ID again once it is forgotten, and that is
+    another read."""
+    return f"{transfer_id[:200].rstrip()}/{number}"
 
 
 def new_transfer_id() -> str:

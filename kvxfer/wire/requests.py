@@ -41,6 +41,8 @@ class RegisterCache:
     """A registration: who, what lies where, and in which memory (a handle for each region).
 
     :param ranks: peer address of every rank of the engine, or empty.
+    :param replace: an existing registration with other content gives way.
+    :param held: whoever registers will hold it, with a stream.
     """
 
     engine_id: str
@@ -52,6 +54,7 @@ class RegisterCache:
     dp_size: int = 1
     ranks: tuple[RankAddress, ...] = ()
     replace: bool = False
+    held: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +139,7 @@ def register_from_pb(message: pb.RegisterCacheRequest) -> RegisterCache:
     required(message, "layout", "")
     layout = layout_from_pb(message.layout)
     memory = handles_from_pb(list(message.memory), layout.regions)
-    return RegisterCache(engine_id, rank, key, layout, memory, dp_rank, dp_size, ranks, message.replace)
+    return RegisterCache(engine_id, rank, key, layout, memory, dp_rank, dp_size, ranks, message.replace, message.held)
 
 
 def register_to_pb(record: RegisterCache) -> pb.RegisterCacheRequest:
@@ -151,6 +154,7 @@ def register_to_pb(record: RegisterCache) -> pb.RegisterCacheRequest:
         layout=layout_to_pb(record.layout),
         memory=[handle_to_pb(handle) for handle in record.memory],
         replace=record.replace,
+        held=record.held,
     )
 
 

@@ -157,11 +157,16 @@ class Read(Protocol):
         """Whether nothing writes into the local blocks of this read any more (true before it is posted)."""
 
     @property
+    def kept(self) -> bool:
+        """Whether it has failed, though its peer was not lost, so that parts of it may still be moving.
+
+        The library reports the first failure and does not tell about the others: it quiesces only when the engine is
+        closed.
+        """
+
+    @property
     def quiesced(self) -> Awaitable[None]:
         """Resolves when the library has let go of the request; a fresh awaitable each time, safe to cancel.
-
-        Of a read that failed, though its peer was not lost, it resolves about a second later: the library reports the
-        first failure, when other parts of the read may still be moving, and does not tell about those.
 
         Never raises, whatever became of the read.  For a read that was not posted it resolves when it is released.
         """

@@ -1,7 +1,7 @@
 """The bookkeeping of a transfer engine, over any driver: what exists, what uses what, what may be freed when.
 
 Runs on the event loop; every call of the library goes through the :class:`~kvxfer.xfer.pump.Pump`, which is told how
-many peers are known, and polls for them (rarely) until the library has dropped them.
+many peers are known.
 """
 
 from __future__ import annotations
@@ -505,7 +505,7 @@ class PumpedEngine:
 
         def settle(result: ReadResult | KvxferError) -> None:
             failed = isinstance(result, KvxferError)
-            read.state = ReadState.FAILED if failed else ReadState.DONE
+            read.state, read.kept = ReadState.FAILED if failed else ReadState.DONE, job.kept
             if outcome.done():
                 return  # nobody waits any more
             if isinstance(result, KvxferError):
@@ -513,17 +513,16 @@ class PumpedEngine:
             else:
                 outcome.set_result(result)
 
-        pump.post(
-            Job(
-                handle=read.handle,
-                make=read.make,
-                peer=read.peer.name,
-                bytes=read.bytes,
-                wanted=lambda: not read.abandoned,
-                settle=settle,
-                let_go=lambda: self._forget(read),
-            )
+        job = Job(
+            handle=read.handle,
+            make=read.make,
+            peer=read.peer.name,
+            bytes=read.bytes,
+            wanted=lambda: not read.abandoned,
+            settle=settle,
+            let_go=lambda: self._forget(read),
         )
+        pump.post(job)
 
         def abandon(ended: asyncio.Future[ReadResult]) -> None:
             if ended.cancelled():

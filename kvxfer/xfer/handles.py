@@ -19,6 +19,7 @@ class PumpedRead:
         "bytes",
         "descriptors",
         "handle",
+        "kept",
         "local",
         "make",
         "make_seconds",
@@ -37,6 +38,8 @@ class PumpedRead:
         self.make: Callable[[Any], Any] | None = None
         self.state = ReadState.READY
         self.abandoned = False
+        #: See :attr:`kvxfer.xfer.api.Read.kept`.
+        self.kept = False
         self._quiesced: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     @property

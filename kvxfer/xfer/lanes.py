@@ -4,6 +4,9 @@ Where the transport copies inside the posting call (between processes of one hos
 the speed of one core, and everything else that it is asked for waits as long.  Two agents, each with its thread, copy
 at once.
 
+Large reads come in parts, of which every lane posts one after another: between two of them it takes whatever small
+read has come meanwhile.
+
 The first lane is the engine that peers know: its metadata is given out, it receives notifications, it serves.  The
 others only read.  Handles are the first lane's; what stands behind them in the other lanes is kept here.
 """
@@ -11,6 +14,7 @@ others only read.  Handles are the first lane's; what stands behind them in the 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
@@ -42,6 +46,8 @@ _log = logging.getLogger(__name__)
 
 #: Reads of at least so many bytes are split.  Below, what splitting costs (some 0.2 ms) is more than it saves.
 SPLIT_BYTES: Final = 8 * 2**20
+#: No part is much larger; a small read waits for one of them at most, some milliseconds of copying.
+PART_BYTES: Final = 32 * 2**20
 
 T = TypeVar("T")
 
@@ -85,6 +91,11 @@ class LanedRead:
         return max(read.make_seconds for _, read in self.parts)
 
     @property
+    def kept(self) -> bool:
+        """Whether any part is."""
+        return any(read.kept for _, read in self.parts)
+
+    @property
     def is_quiesced(self) -> bool:
         """Whether nothing writes into its local blocks any more."""
         return all(read.is_quiesced for _, read in self.parts)
@@ -109,15 +120,19 @@ class LanedEngine:
     """See :class:`kvxfer.xfer.api.TransferEngine`.
 
     :param lanes: engines that are not started yet; the first is the one that peers know.
-    :param split_bytes: reads of at least so many bytes are split.
+    :param split_bytes: reads of at least so many bytes are split over the lanes.
+    :param part_bytes: and into more parts than lanes where these would be larger.
     """
 
-    def __init__(self, lanes: Sequence[PumpedEngine], split_bytes: int = SPLIT_BYTES) -> None:
+    def __init__(
+        self, lanes: Sequence[PumpedEngine], split_bytes: int = SPLIT_BYTES, part_bytes: int = PART_BYTES
+    ) -> None:
         if not lanes:
             raise KvxferError(Reason.FIELD_INVALID, "at least one lane is needed", field="lanes")
         self._lanes: Final = tuple(lanes)
         self._first: Final = lanes[0]
         self._split_bytes = split_bytes
+        self._part_bytes = part_bytes
         self._registrations: dict[int, tuple[Registration, ...]] = {}
         self._peers: dict[int, tuple[Peer, ...]] = {}
         self._rows: dict[int, tuple[Rows, ...]] = {}
@@ -217,15 +232,14 @@ class LanedEngine:
         if ours is None or theirs is None:
             raise KvxferError(Reason.NO_HANDSHAKE, "the prepared list was released")
         size = check_read(local, local_indices, remote, remote_indices)
-        if size < self._split_bytes or local_indices.size < len(self._lanes) or len(self._lanes) == 1:
-            chosen = min(range(len(self._lanes)), key=self._load.__getitem__)
-            cuts = {chosen: slice(None)}
-        else:
-            cuts = self._cuts(local, local_indices)
+        count = len(self._lanes) if size >= self._split_bytes else 1
+        cuts = _cuts(local, local_indices, max(count, -(-size // self._part_bytes)))
+        first = min(range(len(self._lanes)), key=self._load.__getitem__)
         note = notification if len(cuts) == 1 else b""
         parts: list[tuple[PumpedEngine, Read]] = []
         try:
-            for i, cut in cuts.items():
+            for number, cut in enumerate(cuts):
+                i = (first + number) % len(self._lanes)
                 lane = self._lanes[i]
                 made = await lane.make_read(ours[i], local_indices[cut], theirs[i], remote_indices[cut], note, now=now)
                 parts.append((lane, made))
@@ -234,14 +248,6 @@ class LanedEngine:
                 await lane.release(made)
             raise
         return LanedRead(remote.peer, parts, notification)
-
-    def _cuts(self, local: Rows, indices: Indices) -> dict[int, slice]:
-        """Cut a read into consecutive parts of about equal bytes, so that what is contiguous stays so."""
-        count = len(self._lanes)
-        ends = np.cumsum(np.broadcast_to(lengths_of(local, indices), indices.shape), dtype=np.uint64)
-        marks = [int(np.searchsorted(ends, int(ends[-1]) * i // count)) for i in range(1, count)]
-        edges = [0, *marks, len(indices)]
-        return {i: slice(edges[i], edges[i + 1]) for i in range(count) if edges[i] < edges[i + 1]}
 
     async def post(self, read: Read) -> ReadResult:
         """Post every part and wait for all."""
@@ -388,6 +394,16 @@ class LanedEngine:
                     await undo(lane, result)
                 except KvxferError as error:
                     _log.warning("%s: not undone: %s", lane.name, error)
+
+
+def _cuts(local: Rows, indices: Indices, count: int) -> list[slice]:
+    """Cut a read into ``count`` consecutive parts of about equal bytes at most, so that what is contiguous stays so."""
+    if count == 1:
+        return [slice(None)]
+    ends = np.cumsum(np.broadcast_to(lengths_of(local, indices), indices.shape), dtype=np.uint64)
+    marks = np.searchsorted(ends, [int(ends[-1]) * i // count for i in range(1, count)], "right").tolist()
+    edges = [0, *marks, len(indices)]
+    return [slice(a, b) for a, b in itertools.pairwise(edges) if a < b]
 
 
 def _together(parts: Sequence[Telemetry]) -> Telemetry:

@@ -19,10 +19,10 @@ import numpy.typing as npt
 from kvxfer.core.errors import KvxferError, Reason
 from kvxfer.xfer.api import Indices, MemoryKind, NotificationHandler, RowArray, Span, Telemetry
 from kvxfer.xfer.engine import EngineSettings, PumpedEngine
-from kvxfer.xfer.pump import LibraryInfo, PumpSettings
+from kvxfer.xfer.pump import LibraryInfo
 
 #: The settings of a loopback engine that is given none.
-QUICK: Final = EngineSettings(pump=PumpSettings(grace=0.0), warm_up=0.0)
+QUICK: Final = EngineSettings(warm_up=0.0)
 
 _MAGIC: Final = b"kvxfer-loopback\0"
 
@@ -271,10 +271,7 @@ class LoopbackDriver:
 
 
 class LoopbackEngine(PumpedEngine):
-    """The transfer engine over a :class:`Fabric`; no warm-up reads unless the settings ask for them.
-
-    Nor is a failed request kept: here nothing of it is in flight.
-    """
+    """The transfer engine over a :class:`Fabric`; no warm-up reads unless the settings ask for them."""
 
     def __init__(
         self,

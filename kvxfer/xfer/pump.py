@@ -45,6 +45,9 @@ _log = logging.getLogger(__name__)
 _LINGER: Final = 1.0
 #: Commands taken between two polls, so that a burst of them does not starve the requests in flight.
 _BURST: Final = 32
+#: Requests of at least so many bytes wait until nothing else is to be done, and are then posted one at a time: posting
+#: may take as long as copying.
+BULK_BYTES: Final = 4 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,17 +128,13 @@ class PumpSettings:
     :param spin: how long to poll without pause after the last event.
     :param yielding: how long after that to give the processor away between polls, before napping.
     :param nap: length of a nap; must be short against a read (the kernel adds about 50 us).
-    :param interval: between two polls while peers are connected and nothing is under way; at most 10 ms.  Where peers
-        are only known, the interval is a fixed 0.1 s.
-    :param grace: how long the request of a read that failed is kept, and polled for, before it is freed, unless the
-        peer was lost: other operations of it may still be moving, and the library does not tell.
+    :param interval: between two polls while peers may post and nothing is under way; at most 10 ms.
     """
 
     spin: float = 0.0003
     yielding: float = 0.02
     nap: float = 0.00002
     interval: float = 0.005
-    grace: float = 1.0
 
     def __post_init__(self) -> None:
         for name, low, high in (
@@ -143,7 +142,6 @@ class PumpSettings:
             ("yielding", 0.0, 10.0),
             ("nap", 0.0, 0.01),
             ("interval", 1e-4, 0.01),
-            ("grace", 0.0, 60.0),
         ):
             value = getattr(self, name)
             if not low <= value <= high:
@@ -160,7 +158,7 @@ class Job:
     :param wanted: asked once, right before posting: false means that nobody waits for it any more.
     :param settle: called on the loop with the result, once, when it is done, has failed or was not posted.
     :param let_go: called on the loop, once, when the library has freed the request (or was destroyed).
-    :param kept_until: not to be freed earlier; see :attr:`PumpSettings.grace`.
+    :param kept: it has failed, but some of it may still be moving; freed only with the agent.
     """
 
     handle: Any
@@ -174,7 +172,7 @@ class Job:
     taken: float = 0.0
     started: float = 0.0
     returned: float = 0.0
-    kept_until: float = 0.0
+    kept: bool = False
 
 
 class Pump:
@@ -193,6 +191,7 @@ class Pump:
         self._on_notification = on_notification
         self._loop = asyncio.get_running_loop()
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._bulk: deque[Job] = deque()
         self._outbox: deque[Callable[[], None]] = deque()
         self._wakeup_pending = False
         self._spinning = 0
@@ -200,6 +199,7 @@ class Pump:
         self._peers = 0
         self._posted: list[Job] = []
         self._lingering: list[Job] = []  # settled, but the library would not free them yet
+        self._kept: list[Job] = []  # failed, and freed only with the agent
         self._last_event = 0.0
         self._complained = 0.0
         self._stopping = False
@@ -246,7 +246,11 @@ class Pump:
 
     def post(self, job: Job) -> None:
         """Have the thread post a request and see it through."""
-        self._commands.put(lambda: self._post(job))
+        if job.bytes < BULK_BYTES:
+            self._commands.put(lambda: self._post(job))
+        else:
+            self._bulk.append(job)
+            self._commands.put(_nothing)  # the thread may be asleep
 
     def adjust(self, *, spinning: int = 0, connected: int = 0, peers: int = 0) -> None:
         """Change how many reasons there are to spin, to poll every few milliseconds, and to poll now and then."""
@@ -274,6 +278,9 @@ class Pump:
     def _run(self) -> None:
         while not self._stopping:
             self._take(self._patience())
+            if self._bulk:
+                self._post(self._bulk.popleft())
+                self._flush()
             if self._posted or self._lingering or self._spinning > 0 or self._connected > 0 or self._peers > 0:
                 self._poll()
             if self._outbox:
@@ -286,11 +293,13 @@ class Pump:
         for job in self._posted:
             self.counters.failed += 1
             self._settle(job, gone)
-        for job in (*self._posted, *self._lingering):
+        for job in (*self._posted, *self._lingering, *self._kept):
             self._outbox.append(job.let_go)
-        self._posted, self._lingering = [], []
+        self._posted, self._lingering, self._kept = [], [], []
         while not self._commands.empty():  # what came too late is answered with SHUTTING_DOWN
             self._take(0.0)
+        while self._bulk:
+            self._post(self._bulk.popleft())
         self._outbox.append(lambda: None if self._ended.done() else self._ended.set_result(None))
         self._flush()
 
@@ -299,6 +308,8 @@ class Pump:
 
     def _patience(self) -> float | None:
         """How long to wait for a command before the next poll; None: until one comes."""
+        if self._bulk:
+            return 0.0
         quiet = time.perf_counter() - self._last_event
         if not (self._posted or self._lingering or self._spinning > 0):
             lingering = self._peers > 0 and quiet < _LINGER
@@ -389,9 +400,15 @@ class Pump:
         except Exception as caught:  # noqa: BLE001  the thread must live on
             error = self._as_ours(caught)
             self.counters.failed += 1
+            # A request is many operations, and the library reports the first that failed while others may go on writing
+            # into local memory; it does not say how those fare, and freeing does not stop them.  With the connection
+            # gone there are none.
+            job.kept = error.reason is not Reason.PEER_LOST
             self._settle(job, KvxferError(error.reason, error.message, **{**error.metadata, "peer": job.peer}))
-            self._keep_failed(job, error)
-            self._retire(job)
+            if job.kept:
+                self._kept.append(job)
+            else:
+                self._retire(job)
             return True
         if job.returned == 0.0:
             job.returned = time.perf_counter()
@@ -419,24 +436,6 @@ class Pump:
         self._retire(job)
         return True
 
-    def _keep_failed(self, job: Job, error: KvxferError) -> None:
-        """Put off freeing a request that failed, where some of it may be in flight still.
-
-        A request is many operations, and NIXL reports the first that failed while others may go on writing into local
-        memory; freeing it then would tell ``quiesced`` too early, and NIXL does not say how the others fare.  So they
-        are given time, during which polling lets them complete.  With the connection gone there are none.
-        """
-        if error.reason is Reason.PEER_LOST or self._settings.grace <= 0.0:
-            return
-        job.kept_until = time.perf_counter() + self._settings.grace
-        _log.warning(
-            "%s: a read from %s failed, its memory stays in use for %.1f s more: %s",
-            self._name,
-            job.peer,
-            self._settings.grace,
-            error,
-        )
-
     def _settle(self, job: Job, result: ReadResult | KvxferError) -> None:
         self._last_event = time.perf_counter()
         self._outbox.append(lambda: job.settle(result))
@@ -446,9 +445,7 @@ class Pump:
             self._lingering.append(job)
 
     def _free(self, job: Job) -> bool:
-        """Free a settled request; false while some of it is still moving, or may be."""
-        if time.perf_counter() < job.kept_until:
-            return False
+        """Free a settled request; false while some of it is still moving."""
         try:
             self._driver.release(job.handle)
         except Exception as caught:  # noqa: BLE001  the thread must live on

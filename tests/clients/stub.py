@@ -20,6 +20,7 @@ from kvxfer.wire.status import to_status
 from kvxfer_client import AsyncClient, Client
 
 METHODS = [method.name for method in pb.DESCRIPTOR.services_by_name["KvTransfer"].methods]
+STREAMS = [m.name for m in pb.DESCRIPTOR.services_by_name["KvTransfer"].methods if m.server_streaming]
 
 
 class Stub:
@@ -73,7 +74,7 @@ class Stub:
             for answer in self.answers[name]:
                 yield self._give(answer, request, context)
 
-        return stream if name == "WatchTransfers" else unary
+        return stream if name in STREAMS else unary
 
     @staticmethod
     def _give(answer: Any, request: Any, context: grpc.ServicerContext) -> Any:

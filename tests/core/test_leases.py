@@ -18,7 +18,7 @@ from kvxfer.core.leases import ENDED, SETTLED, TRANSITIONS, Event, Lease, ReadKe
 EXPECTED = """
             READERS_DONE  EXPIRE     WITHDRAW      QUIET
 HELD        RELEASING     EXPIRING   WITHDRAWING   -
-RELEASING   -             -          -             RELEASED
+RELEASING   -             -          WITHDRAWING   RELEASED
 EXPIRING    RELEASING     -          WITHDRAWING   EXPIRED
 WITHDRAWING -             -          -             WITHDRAWN
 RELEASED    -             -          -             -
@@ -157,10 +157,45 @@ def test_the_end_of_a_settled_read_is_its_end() -> None:
     one.finished(key(0, size=2), 1.0)
     assert (one.open_reads, one.state) == (0, State.HELD)
     one.finished(key(1, size=2), 1.0)
+    assert one.state is State.HELD  # who knows whether it will be granted
+    assert one.open(key(1, size=2), 2, 15.0, 1.5)
     assert one.state is State.RELEASED
-    assert one.open(key(1, size=2), 2, 15.0, 1.5)  # late, and over: it was held when it ended
+
+
+def test_a_read_that_ended_in_time_is_granted_late_and_once() -> None:
+    """The same transfer ID once more is another read, of blocks that may belong to somebody else by then."""
+    one = lease(deadline=10.0)
+    one.finished(key(), 1.0)
+    one.tick(10.0)
+    assert one.state is State.EXPIRED
+    assert one.open(key(), 1, 15.0, 10.5)
     with refused(Reason.LEASE_EXPIRED):
-        one.open(key(1, "another", size=2), 2, 15.0, 1.5)
+        one.open(key(), 1, 15.0, 10.6)
+    with refused(Reason.LEASE_EXPIRED):
+        one.open(key(transfer="another"), 1, 15.0, 10.5)
+
+
+def test_a_closed_read_is_not_opened_again() -> None:
+    one = lease()
+    one.open(key(0), 4, 15.0, 1.0)
+    one.close(key(0), 4, 2.0, done=False)
+    with refused(Reason.LEASE_EXPIRED):
+        one.open(key(0), 4, 15.0, 3.0)
+    one.close(key(1), 4, 2.0, done=True)
+    with refused(Reason.LEASE_EXPIRED):
+        one.open(key(1), 4, 15.0, 3.0)
+
+
+def test_what_is_withdrawn_is_not_renewed_although_the_readers_of_one_engine_are_done() -> None:
+    one = lease()
+    one.open(key(0, engine="slow"), 4, 15.0, 1.0)
+    one.close(key(0, engine="quick", size=1), 1, 1.0, done=True)
+    assert one.state is State.RELEASING
+    one.withdraw()
+    with refused(Reason.LEASE_EXPIRED):
+        one.renew(key(0, engine="slow"), 5.0, 60.0, 2.0)
+    one.tick(16.0)
+    assert one.state is State.WITHDRAWN
 
 
 def test_the_end_of_a_read_right_after_the_publication_may_not_be_the_last() -> None:
@@ -248,7 +283,7 @@ class Life(RuleBasedStateMachine):
             self.lease.open(name, 2, seconds, self.now)
         except KvxferError:
             return
-        if name not in self.lease._closed:
+        if name in self.lease._grants:
             assert not self.was_ended
             self.granted[name] = max(self.granted.get(name, 0.0), self.now + seconds)
 

@@ -65,4 +65,4 @@ def test_idle_sidecars_cost_next_to_nothing() -> None:
             assert often < 60
         # It is still connected, and wakes up at once.
         assert len(p_side.status().peers) == len(d_side.status().peers) == 1
-        d.read(0, p, ticket, lists, {g.name: Want(0, TOKENS) for g in d.groups})
+        d.read(0, p, p.ticket(lists, TOKENS), lists, {g.name: Want(0, TOKENS) for g in d.groups})

@@ -131,6 +131,39 @@ def test_a_stopped_p_runs_into_the_deadline_and_drains(four: list[SidecarProcess
     read(d, p, seed=7)
 
 
+def test_a_drain_that_takes_too_long_ends_with_its_agent() -> None:
+    """Past the limit the blocks are free, though the source is stopped still: nothing may arrive in them afterwards."""
+    labels = Labels()
+    with sidecars(["p", "p2", "d"], {"drain_limit": 1}, {"UCX_TLS": "tcp"}) as (p_side, p2_side, d_side):
+        p, p2, d = engine("p", p_side, labels), engine("p2", p2_side, labels), engine("d", d_side, labels)
+        read(d, p)
+        read(d, p2)
+        message = request(d, p, transfer_id="stuck")
+        message.timeout.FromMilliseconds(500)
+        with stopped(p_side):
+            assert refused(d, message, within=10).reason is Reason.DEADLINE_EXCEEDED
+            assert not transfer_of(d, "stuck").quiesced
+            until(lambda: transfer_of(d, "stuck").quiesced, 10, "quiescence")
+            assert transfer_of(d, "stuck").state == pb.TRANSFER_STATE_FAILED
+            read(d, p2, seed=7)  # into the very same blocks
+        # It goes on where it was stopped; UCX may abort it, now that its reader is gone.
+        until(lambda: p_side.process.poll() is not None or answers(p_side), 20, "an answer, or the end")
+        member, watched = d.members[0], time.monotonic() + 2
+        while time.monotonic() < watched:
+            assert not (late := member.differences(member.model.image)), late
+        read(d, p2, seed=8)
+        if p_side.process.poll() is None:
+            read(d, p, seed=9)
+
+
+def answers(process: SidecarProcess) -> bool:
+    try:
+        process.status()
+    except grpc.RpcError:
+        return False
+    return True
+
+
 _ENGINE = """
 import sys
 import numpy as np

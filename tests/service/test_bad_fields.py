@@ -29,6 +29,7 @@ SECOND = Duration(seconds=1)
 async def quick(cluster: Cluster) -> Reading:
     """As ``reading``, with short limits: what is spoilt may have to wait for one."""
     settings = {"handshake_timeout": 0.4, "read_timeout": 2.0, "max_registrations": 3, "publish_wait": 0.01}
+    settings["engine_grace"] = 600.0  # streams come and go, and the engines stay
     p = await cluster.engine("engine-p", [await cluster.node(**settings)])
     d = await cluster.engine("engine-d", [await cluster.node(**settings)])
     return Reading(cluster, p, d)
@@ -42,7 +43,13 @@ def registering(reading: Reading) -> Message:
     regions = SharedRegions.files(reading.cluster.directory, f"scratch-{id(reading)}", layout)
     request = registration("engine-x", Member(Rank(), layout, reading.cluster.labels, regions))
     request.ranks.add(address="127.0.0.1:1")
+    request.held = True
     return request
+
+
+def holding(reading: Reading) -> Message:
+    incarnation = reading.d.members[0].registered.incarnation
+    return transfer_pb2.HoldRegistrationRequest(engine_id="engine-d", incarnation=incarnation)
 
 
 def handshaking(reading: Reading) -> Message:
@@ -132,6 +139,7 @@ CASES = {
         "UnregisterCache",
         lambda _: transfer_pb2.UnregisterCacheRequest(engine_id="nobody", incarnation="abc", drain_timeout=SECOND),
     ),
+    "HoldRegistration": Case("HoldRegistration", holding),
     "Handshake": Case("Handshake", handshaking),
     "Handshake by address": Case("Handshake", shaking_by_address),
     "PrepareTransfer": Case("PrepareTransfer", preparing),
@@ -194,7 +202,7 @@ def test_every_rpc_is_spoilt() -> None:
 async def ask(stub: Any, rpc: str, message: Message) -> Any:
     """The first answer, with a deadline that nothing may reach."""
     call = getattr(stub, rpc)(message, timeout=15)
-    if not rpc.startswith("Watch"):
+    if not rpc.startswith(("Watch", "Hold")):
         return await call
     answer = await call.read()
     call.cancel()

@@ -1,4 +1,4 @@
-"""Whole sidecars in the process of the test, joined by loopback transfer engines that follow a script."""
+"""Whole sidecars in the process of the test, joined by loopback transfer engines that follow a script, or by NIXL."""
 
 from __future__ import annotations
 
@@ -130,8 +130,8 @@ class Cluster:
         self._numbers = itertools.count()
         self._engines: list[LoopEngine] = []
 
-    async def node(self, **settings: Any) -> Node:
-        """One more sidecar."""
+    async def node(self, *, real: bool = False, **settings: Any) -> Node:
+        """One more sidecar; a ``real`` one is on NIXL, not on the fabric."""
         chosen: dict[str, Any] = {
             "engine_socket": self.directory / f"{len(self.nodes)}.sock",
             "memory_directories": (str(self.directory),),
@@ -146,7 +146,7 @@ class Cluster:
             made.append(LoopbackEngine(name, self.fabric, on_notification, settings=drain))
             return made[-1]
 
-        node = Node(Sidecar(Settings(**chosen), make), self.fabric)
+        node = Node(Sidecar(Settings(**chosen), None if real else make), self.fabric)
         node.engines = made
         await node.start()
         self.nodes.append(node)
@@ -171,6 +171,9 @@ class Cluster:
     async def close(self) -> None:
         self.fabric.let_go()
         for node in self.nodes:
+            for known in node.sidecar.registrations:
+                for _, lease in known.leases:
+                    lease._grants.clear()  # whoever was granted a read is a test that is over
             await node.stop()
         for engine in self._engines:
             for member in engine.members:

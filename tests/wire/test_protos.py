@@ -21,6 +21,7 @@ RPCS = {
     "KvTransfer": [
         "RegisterCache",
         "UnregisterCache",
+        "HoldRegistration",
         "Handshake",
         "PrepareTransfer",
         "ReadBlocks",

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import threading
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -12,6 +14,7 @@ import pytest
 import pytest_asyncio
 
 from kvxfer.core.errors import KvxferError, Reason
+from kvxfer.xfer import pump
 from kvxfer.xfer.api import MemoryKind, Peer, Read, ReadResult, ReadState, Rows, Span, TransferEngine
 from kvxfer.xfer.engine import EngineSettings
 from kvxfer.xfer.lanes import LanedEngine
@@ -22,6 +25,8 @@ DRAM = MemoryKind.DRAM
 BLOCK, COUNT = 64, 32
 #: Reads of more than three blocks are split.
 SPLIT = 4 * BLOCK
+#: Parts have ten blocks at most.
+PART = 10 * BLOCK
 
 
 @dataclass
@@ -62,7 +67,7 @@ async def world() -> AsyncIterator[World]:
     notes: list[tuple[str, bytes]] = []
     settings = replace(QUICK, drain=0.2)
     lanes = [LoopbackEngine(name, fabric, settings=settings) for name in ("reader", "reader/lane1")]
-    reader = LanedEngine(lanes, split_bytes=SPLIT)
+    reader = LanedEngine(lanes, split_bytes=SPLIT, part_bytes=PART)
     source = LoopbackEngine("source", fabric, lambda peer, payload: notes.append((peer, payload)))
     into = np.zeros(BLOCK * COUNT, dtype=np.uint8)
     data = np.random.default_rng(1).integers(1, 256, BLOCK * COUNT, dtype=np.uint8)
@@ -105,6 +110,45 @@ async def test_parts_are_consecutive_and_about_equal(world: World) -> None:
     await world.reader.release(read)
 
 
+async def test_no_part_is_very_large(world: World) -> None:
+    with world.source.serving():
+        read = await world.make(32, b"done")
+        assert [part.bytes for _, part in read.parts] == [8 * BLOCK] * 4  # type: ignore[attr-defined]
+        assert [lane for lane, _ in read.parts] == world.lanes * 2  # type: ignore[attr-defined]
+        result = await world.reader.post(read)
+        await until(lambda: world.notes, 5.0)
+    assert np.array_equal(world.into, world.expected(32))
+    assert result.bytes == 32 * BLOCK
+    assert world.notes == [("reader", b"done")]
+
+
+async def test_a_small_read_does_not_wait_for_all_parts_of_a_large_one(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Posting may take as long as copying: a lane posts one part, then whatever small has come, then the next part."""
+    monkeypatch.setattr(pump, "BULK_BYTES", SPLIT)
+    gate, order = threading.Semaphore(0), []
+
+    def gated(really: Callable[[Any], bool]) -> Callable[[Any], bool]:
+        def post(handle: Any) -> bool:
+            order.append((threading.get_ident(), int(handle.lengths.sum()) // BLOCK))
+            assert gate.acquire(timeout=10)
+            return really(handle)
+
+        return post
+
+    for lane in world.lanes:
+        monkeypatch.setattr(lane.driver, "post", gated(lane.driver.post))
+    with world.source.serving():
+        waiting = [world.reader.submit(await world.make(32))]
+        await until(lambda: len(order) == 2, 5.0)  # one part in each lane
+        waiting.append(world.reader.submit(await world.make(1, now=False)))
+        gate.release(5)
+        await asyncio.gather(*waiting)
+    (small,) = (thread for thread, blocks in order if blocks == 1)
+    assert [blocks for thread, blocks in order if thread == small] == [8, 1, 8]
+
+
 async def test_no_notice_before_the_last_part_is_done(world: World) -> None:
     """Both parts are under way: nobody may be told yet."""
     with world.source.serving():
@@ -135,9 +179,10 @@ async def test_one_part_that_fails_fails_the_whole(world: World) -> None:
     with pytest.raises(KvxferError) as caught:
         await world.reader.post(read)
     assert caught.value.reason is Reason.TRANSFER_FAILED
-    await read.quiesced
-    assert read.state is ReadState.FAILED
+    assert (read.state, read.kept, read.is_quiesced) == (ReadState.FAILED, True, False)
     await world.reader.release(read)
+    await world.reader.close(0.0)
+    assert read.is_quiesced
 
 
 async def test_a_cancelled_wait_drains_in_every_lane(world: World) -> None:

@@ -7,6 +7,9 @@
         client.register(layout, regions, compatibility_key="my-model@rev/bf16")
         client.read(ticket, grouped(block_ids, layout, num_tokens))
 
+An engine that stays holds its cache with :meth:`Client.session` instead of :meth:`Client.register`: the registration
+then ends with the engine's process, and is made again when the sidecar was restarted.
+
 :class:`AsyncClient` has the same methods, to be awaited.  Every failure is a :class:`KvxferError`.
 """
 
@@ -33,6 +36,7 @@ from kvxfer.wire.params import prefill_params, ticket_from_params, ticket_to_par
 from kvxfer.wire.tickets import Ticket, TicketRank, ticket_from_string, ticket_to_string
 from kvxfer_client import layouts
 from kvxfer_client.aio import AsyncClient, AsyncWatch
+from kvxfer_client.aio_session import AsyncSession
 from kvxfer_client.blocks import attention_blocks, grouped, snapshot, state_blocks
 from kvxfer_client.calls import RemoteEngine
 from kvxfer_client.client import Client, Watch
@@ -40,6 +44,9 @@ from kvxfer_client.memory import SharedRegion
 from kvxfer_client.results import (
     Counts,
     GroupCost,
+    LeaseInfo,
+    LeaseReaders,
+    LeaseState,
     PeerInfo,
     PeerRole,
     PlanInfo,
@@ -52,12 +59,14 @@ from kvxfer_client.results import (
     TransferInfo,
     TransferState,
 )
+from kvxfer_client.session import Session
 from kvxfer_client.tickets import make_ticket, new_lease_token
 
 __all__ = [
     "NULL_BLOCK",
     "Address",
     "AsyncClient",
+    "AsyncSession",
     "AsyncWatch",
     "Axis",
     "AxisKind",
@@ -72,6 +81,9 @@ __all__ = [
     "GroupKind",
     "Handle",
     "KvxferError",
+    "LeaseInfo",
+    "LeaseReaders",
+    "LeaseState",
     "Memfd",
     "MemoryKind",
     "Owned",
@@ -89,6 +101,7 @@ __all__ = [
     "Registered",
     "RegistrationInfo",
     "RemoteEngine",
+    "Session",
     "SharedRegion",
     "SourceInfo",
     "Status",

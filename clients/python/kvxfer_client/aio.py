@@ -4,20 +4,39 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
 import grpc.aio
 
 from kvxfer.core.errors import KvxferError
-from kvxfer.pb import transfer_pb2 as pb
+from kvxfer.core.layout import CacheLayout, Rank
+from kvxfer.memory.handles import Handle
 from kvxfer.pb import transfer_pb2_grpc
 from kvxfer_client import calls
-from kvxfer_client.calls import DEFAULT_TARGET, DEFAULT_TIMEOUT, Call, Origin, Pages
-from kvxfer_client.channel import OPTIONS, WATCH, closed_error, late_error, told_as_kvxfer_errors
-from kvxfer_client.results import Status, TransferInfo, TransferState, status_from_pb, transfer_from_pb
+from kvxfer_client.aio_session import AsyncSession
+from kvxfer_client.calls import (
+    DEFAULT_REGISTER_TIMEOUT,
+    DEFAULT_TARGET,
+    DEFAULT_TIMEOUT,
+    Call,
+    Origin,
+    Pages,
+    Stream,
+)
+from kvxfer_client.channel import OPTIONS, closed_error, late_error, told_as_kvxfer_errors
+from kvxfer_client.memory import SharedRegion
+from kvxfer_client.results import (
+    LeaseInfo,
+    LeaseState,
+    Registered,
+    Status,
+    TransferInfo,
+    TransferState,
+    status_from_pb,
+)
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -61,6 +80,7 @@ class AsyncClient(Origin):
     get_transfer = _awaitable(calls.get_transfer)
     cancel = _awaitable(calls.cancel)
     publish = _awaitable(calls.publish)
+    renew = _awaitable(calls.renew)
     withdraw = _awaitable(calls.withdraw)
     wait_ready = _awaitable(calls.wait_ready)
 
@@ -70,11 +90,15 @@ class AsyncClient(Origin):
         """See :func:`kvxfer_client.calls.list_transfers`; pages are asked for as the iterator gets to them."""
         return self._pages(calls.list_transfers(self, states, page_size=page_size))
 
+    def list_leases(self, states: Iterable[LeaseState] = (), *, page_size: int = 0) -> AsyncIterator[LeaseInfo]:
+        """See :func:`kvxfer_client.calls.list_leases`; pages are asked for as the iterator gets to them."""
+        return self._pages(calls.list_leases(self, states, page_size=page_size))
+
     async def status(self) -> Status:
         """What the sidecar is, holds and is connected to.  :raises KvxferError: what every call may raise."""
         return status_from_pb([page async for page in self._pages(calls.status_pages(self))])
 
-    async def watch(self, *, include_current: bool = False, timeout: float | None = None) -> AsyncWatch:
+    async def watch(self, *, include_current: bool = False, timeout: float | None = None) -> AsyncWatch[TransferInfo]:
         """Follow the state changes of all transfers of the engine: ``async for transfer in await client.watch()``.
 
         Returns once the watch is live: no change after that is missed.
@@ -83,12 +107,69 @@ class AsyncClient(Origin):
         :param timeout: end the watch after so many seconds (DEADLINE_EXCEEDED); ``None``: when it is closed.
         :raises KvxferError: NOT_REGISTERED; and what every call may raise.
         """
-        watch = AsyncWatch(self, include_current, timeout)
-        await watch._begin()
-        return watch
+        return await AsyncWatch(self, calls.watch(self, include_current), timeout)._begin()
+
+    async def watch_leases(
+        self, *, include_current: bool = False, timeout: float | None = None
+    ) -> AsyncWatch[LeaseInfo]:
+        """Follow what becomes of published requests: ``async for lease in await client.watch_leases()``.
+
+        As :meth:`kvxfer_client.Client.watch_leases`.
+
+        :param include_current: begin with every request that the sidecar remembers.
+        :param timeout: as for :meth:`watch`.
+        :raises KvxferError: NOT_REGISTERED; and what every call may raise.
+        """
+        return await AsyncWatch(self, calls.watch_leases(self, include_current), timeout)._begin()
+
+    async def session(
+        self,
+        layout: CacheLayout,
+        memory: Sequence[Handle | SharedRegion],
+        *,
+        compatibility_key: str,
+        rank: Rank = Rank(),  # noqa: B008 - frozen
+        ranks: Iterable[tuple[Rank, str]] = (),
+        dp_rank: int = 0,
+        dp_size: int = 1,
+        replace: bool = False,
+        timeout: float = DEFAULT_REGISTER_TIMEOUT,
+        keep_leases: bool = False,
+        on_lost: Callable[[KvxferError, str], object] | None = None,
+        on_registered: Callable[[Registered], object] | None = None,
+        on_ended: Callable[[KvxferError], object] | None = None,
+    ) -> AsyncSession:
+        """Register a cache and hold it: ``async with await client.session(...) as session``.
+
+        As :meth:`kvxfer_client.Client.session`; callbacks may be coroutine functions.
+
+        :raises KvxferError: as :meth:`register`; FIELD_INVALID (``keep_leases``); UNSUPPORTED where the sidecar is too
+            old.
+        """
+        handles, make = calls.held(
+            self,
+            layout,
+            memory,
+            compatibility_key=compatibility_key,
+            rank=rank,
+            ranks=tuple(ranks),
+            dp_rank=dp_rank,
+            dp_size=dp_size,
+            replace=replace,
+            timeout=timeout,
+        )
+        return await AsyncSession(
+            self,
+            handles,
+            make,
+            keep_leases=keep_leases,
+            on_lost=on_lost,
+            on_registered=on_registered,
+            on_ended=on_ended,
+        )._begin()
 
     async def close(self) -> None:
-        """End every call and watch, and the connection.  Idempotent."""
+        """End every call, watch and session, and the connection.  Idempotent."""
         self._closed = True
         if self._channel is not None:
             await self._channel.close()
@@ -139,50 +220,52 @@ class AsyncClient(Origin):
         return self._closed and not _being_cancelled()
 
 
-class AsyncWatch:
-    """The changes of all transfers of an engine, as an async iterator; made by :meth:`AsyncClient.watch`.
+class AsyncWatch(Generic[T]):
+    """What changes, as an async iterator; made by :meth:`AsyncClient.watch` and :meth:`AsyncClient.watch_leases`.
 
     As :class:`kvxfer_client.Watch`.  Cancelling a task that waits for the next change ends the watch.
     """
 
-    def __init__(self, client: AsyncClient, include_current: bool, timeout: float | None) -> None:
+    def __init__(self, client: AsyncClient, stream: Stream[T], timeout: float | None) -> None:
         """Not for callers; see :meth:`AsyncClient.watch`."""
         self._client = client
+        self._stream = stream
         self._closed = False
-        self._first: pb.WatchTransfersResponse | None = None
-        request = calls.watch_request(client, include_current)
+        self._first: Any = None
         limit = None if timeout is None else calls.checked_seconds(timeout)
-        with client._open(WATCH, {}) as stub:
-            self._call = stub.WatchTransfers(request, timeout=limit)
+        with client._open(stream.method, {}) as stub:
+            self._call = getattr(stub, stream.method)(stream.request, timeout=limit)
 
-    async def _begin(self) -> None:
+    async def _begin(self) -> AsyncWatch[T]:
+        """Wait until it is live."""
         try:
             self._first = await asyncio.wait_for(self._receive(), self._client.timeout)
         except asyncio.TimeoutError:
-            raise late_error(self._client.target, WATCH, self._client.timeout) from None
+            raise late_error(self._client.target, self._stream.method, self._client.timeout) from None
+        return self
 
     def close(self) -> None:
         """End the watch.  Idempotent."""
         self._closed = True
         self._call.cancel()
 
-    def __aiter__(self) -> AsyncIterator[TransferInfo]:
+    def __aiter__(self) -> AsyncIterator[T]:
         return self
 
-    async def __anext__(self) -> TransferInfo:
+    async def __anext__(self) -> T:
         while True:
             message, self._first = self._first, None
             if message is None:
                 message = await self._receive()
             if message is None:
                 raise StopAsyncIteration
-            if message.HasField("event"):
-                return transfer_from_pb(message.event.transfer)
+            if (item := self._stream.parse(message)) is not None:
+                return item
 
-    async def _receive(self) -> pb.WatchTransfersResponse | None:
+    async def _receive(self) -> Any:
         """The next message; ``None`` at the end."""
         try:
-            with told_as_kvxfer_errors(self._client.target, WATCH, {}):
+            with told_as_kvxfer_errors(self._client.target, self._stream.method, {}):
                 message = await self._call.read()
         except KvxferError:
             if self._closed or self._client._closed:
@@ -192,9 +275,9 @@ class AsyncWatch:
             if (self._closed or self._client._closed) and not _being_cancelled():
                 return None
             raise
-        return message if isinstance(message, pb.WatchTransfersResponse) else None
+        return None if message is grpc.aio.EOF else message
 
-    async def __aenter__(self) -> AsyncWatch:
+    async def __aenter__(self) -> AsyncWatch[T]:
         return self
 
     async def __aexit__(

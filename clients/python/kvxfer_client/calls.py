@@ -34,12 +34,16 @@ from kvxfer.wire.requests import (
 from kvxfer.wire.tickets import Ticket, TicketRank, ticket_from_string
 from kvxfer_client.memory import SharedRegion
 from kvxfer_client.results import (
+    LEASE_STATES_OUT,
     STATES_OUT,
+    LeaseInfo,
+    LeaseState,
     PlanInfo,
     Registered,
     Status,
     TransferInfo,
     TransferState,
+    lease_from_pb,
     plan_from_pb,
     registered_from_pb,
     seconds_of,
@@ -108,6 +112,18 @@ class Pages(Generic[T]):
 
 
 @dataclass(frozen=True)
+class Stream(Generic[T]):
+    """A call whose answer goes on.
+
+    :param parse: what a message means; ``None`` for one that only says that the stream is live.
+    """
+
+    method: str
+    request: Message
+    parse: Callable[[Any], T | None]
+
+
+@dataclass(frozen=True)
 class RemoteEngine:
     """An engine to get ready for by its addresses, before there is a ticket.
 
@@ -149,7 +165,7 @@ def register(
         rank=rank,
         compatibility_key=compatibility_key,
         layout=layout,
-        memory=tuple(m.handle if isinstance(m, SharedRegion) else m for m in memory),
+        memory=_handles(memory),
         dp_rank=_unsigned(dp_rank, "dp_rank"),
         dp_size=_unsigned(dp_size, "dp_size"),
         ranks=tuple(RankAddress(place, address) for place, address in ranks),
@@ -163,6 +179,25 @@ def register(
     return Call("RegisterCache", request, parse, checked_seconds(timeout))
 
 
+#: Makes the call that registers a session's cache: how the memory is named, and whether it was registered before.
+MakeRegister = Callable[[tuple[Handle, ...], bool], Call[Registered]]
+
+
+def held(
+    origin: Origin, layout: CacheLayout, memory: Sequence[Handle | SharedRegion], *, replace: bool, **options: Any
+) -> tuple[tuple[Handle, ...], MakeRegister]:
+    """How a session registers its cache, now and again; arguments as for :meth:`register`."""
+
+    def make(named: tuple[Handle, ...], again: bool) -> Call[Registered]:
+        # Whoever is registered by the time that this one comes back is not to be driven out.
+        call = register(origin, layout, named, replace=replace and not again, **options)
+        request: Any = call.request
+        request.held = True
+        return call
+
+    return _handles(memory), make
+
+
 def unregister(origin: Origin, incarnation: str = "", *, drain_timeout: float | None = None) -> Call[None]:
     """Take the cache back; returns once nothing reads or writes the memory any more.
 
@@ -174,6 +209,12 @@ def unregister(origin: Origin, incarnation: str = "", *, drain_timeout: float | 
         engine_id=origin.engine_id, incarnation=incarnation, drain_timeout=_duration(drain_timeout, "drain_timeout")
     )
     return Call("UnregisterCache", request, _nothing, origin.timeout + (drain_timeout or 0.0))
+
+
+def hold(origin: Origin, incarnation: str, keep_leases: bool) -> Stream[None]:
+    """Keeps a registration as long as it is open."""
+    request = pb.HoldRegistrationRequest(engine_id=origin.engine_id, incarnation=incarnation, keep_leases=keep_leases)
+    return Stream("HoldRegistration", request, _nothing)
 
 
 # -- handshake --------------------------------------------------------------------------------------------------------
@@ -319,19 +360,17 @@ def list_transfers(origin: Origin, states: Iterable[TransferState] = (), *, page
     def parse(answer: pb.ListTransfersResponse) -> Sequence[TransferInfo]:
         return [transfer_from_pb(t) for t in answer.transfers]
 
-    def following(last: pb.ListTransfersRequest, answer: pb.ListTransfersResponse) -> Message | None:
-        if not answer.next_page_token:
-            return None
-        page = pb.ListTransfersRequest(page_token=answer.next_page_token)
-        page.MergeFrom(pb.ListTransfersRequest(engine_id=last.engine_id, states=last.states, page_size=last.page_size))
-        return page
-
-    return Pages(Call("ListTransfers", request, parse, origin.timeout), following)
+    return Pages(Call("ListTransfers", request, parse, origin.timeout), _following)
 
 
-def watch_request(origin: Origin, include_current: bool) -> pb.WatchTransfersRequest:
-    """The request of a watch."""
-    return pb.WatchTransfersRequest(engine_id=origin.engine_id, include_current=include_current)
+def watch(origin: Origin, include_current: bool) -> Stream[TransferInfo]:
+    """The changes of all transfers."""
+    request = pb.WatchTransfersRequest(engine_id=origin.engine_id, include_current=include_current)
+
+    def parse(message: pb.WatchTransfersResponse) -> TransferInfo | None:
+        return transfer_from_pb(message.event.transfer) if message.HasField("event") else None
+
+    return Stream("WatchTransfers", request, parse)
 
 
 # -- publishing -------------------------------------------------------------------------------------------------------
@@ -344,7 +383,7 @@ def publish(
     num_tokens: int,
     lease_token: bytes,
     *,
-    ttl: float,
+    ttl: float | None = None,
     readers: int | None = None,
     incarnation: str = "",
 ) -> Call[float]:
@@ -356,7 +395,7 @@ def publish(
     :param blocks: one list for each group of this rank.
     :param num_tokens: tokens whose cache they hold.
     :param lease_token: 16 random bytes, the same on every rank and in the ticket.
-    :param ttl: how long to hold them at least, seconds.
+    :param ttl: how long to hold them at least, seconds; ``None``: the sidecar's setting.
     :param readers: how many ranks will read from this one, where that is known.
     :param incarnation: the registration that the blocks belong to; empty: whichever there is.
     :returns: seconds that are left.
@@ -371,14 +410,61 @@ def publish(
         blocks=tuple(blocks),
         num_tokens=num_tokens,
         lease_token=lease_token,
-        ttl=checked_seconds(ttl, "ttl"),
+        ttl=None if ttl is None else checked_seconds(ttl, "ttl"),
         readers=readers,
     )
     return Call("PublishBlocks", publish_to_pb(record), lambda answer: seconds_of(answer.expires_in), origin.timeout)
 
 
+def renew(origin: Origin, request_id: str, lease_token: bytes, *, ttl: float | None = None) -> Call[float]:
+    """Hold a published request longer; never shorter.
+
+    :param lease_token: as given to :meth:`publish`.
+    :param ttl: how long to hold it at least from now, seconds; ``None``: the sidecar's setting.
+    :returns: seconds that are left.
+    :raises KvxferError: NOT_REGISTERED, LEASE_UNKNOWN, LEASE_EXPIRED, LEASE_TOKEN_MISMATCH, FIELD_INVALID; and what
+        every call may raise.
+    """
+    request = pb.RenewLeaseRequest(
+        engine_id=origin.engine_id, request_id=request_id, lease_token=lease_token, ttl=_duration(ttl, "ttl")
+    )
+    return Call("RenewLease", request, lambda answer: seconds_of(answer.expires_in), origin.timeout)
+
+
+def list_leases(origin: Origin, states: Iterable[LeaseState] = (), *, page_size: int = 0) -> Pages[LeaseInfo]:
+    """All published requests of the engine that the sidecar remembers, newest first.
+
+    :param states: only these; none: all.
+    :param page_size: requests asked for at a time; 0: the sidecar's choice.
+    :raises KvxferError: while iterating: NOT_REGISTERED; and what every call may raise.
+    """
+    wanted = tuple(states)
+    if LeaseState.UNKNOWN in wanted:
+        raise KvxferError(Reason.FIELD_INVALID, "there is no asking for leases of unknown states", field="states")
+    request = pb.ListLeasesRequest(
+        engine_id=origin.engine_id,
+        states=[LEASE_STATES_OUT[LeaseState(state)] for state in wanted],
+        page_size=_unsigned(page_size, "page_size"),
+    )
+
+    def parse(answer: pb.ListLeasesResponse) -> Sequence[LeaseInfo]:
+        return [lease_from_pb(lease) for lease in answer.leases]
+
+    return Pages(Call("ListLeases", request, parse, origin.timeout), _following)
+
+
+def watch_leases(origin: Origin, include_current: bool) -> Stream[LeaseInfo]:
+    """What becomes of all published requests."""
+    request = pb.WatchLeasesRequest(engine_id=origin.engine_id, include_current=include_current)
+
+    def parse(message: pb.WatchLeasesResponse) -> LeaseInfo | None:
+        return lease_from_pb(message.event.lease) if message.HasField("event") else None
+
+    return Stream("WatchLeases", request, parse)
+
+
 def withdraw(origin: Origin, request_id: str, lease_token: bytes) -> Call[float]:
-    """Stop offering a request's blocks.
+    """Stop offering a request's blocks.  Withdrawing what has ended is no error.
 
     :returns: seconds for which reads that were granted may still go on; the blocks may be freed only then.  0: now.
     :raises KvxferError: NOT_REGISTERED, LEASE_UNKNOWN, LEASE_TOKEN_MISMATCH; and what every call may raise.
@@ -456,6 +542,10 @@ def _unsigned(value: int, name: str) -> int:
     return value
 
 
+def _handles(memory: Sequence[Handle | SharedRegion]) -> tuple[Handle, ...]:
+    return tuple(m.handle if isinstance(m, SharedRegion) else m for m in memory)
+
+
 def _ticket(ticket: Ticket | str) -> Ticket:
     return ticket_from_string(ticket) if isinstance(ticket, str) else ticket
 
@@ -487,6 +577,17 @@ def _read(
     # The sidecar's own limit comes first, so that a read which takes too long is answered with its reason.
     deadline = origin.timeout + (timeout if wait else 0.0)
     return Call("ReadBlocks", request, _transfer, deadline, facts={"transfer_id": transfer_id})
+
+
+def _following(last: Any, answer: Any) -> Message | None:
+    """The request of the next page of a list."""
+    if not answer.next_page_token:
+        return None
+    page = type(last)()
+    page.CopyFrom(last)
+    page.page_token = answer.next_page_token
+    found: Message = page
+    return found
 
 
 def _transfer(answer: Any) -> TransferInfo:

@@ -28,11 +28,10 @@ OPTIONS: Final = (
     # A stream has no deadline; a sidecar that hangs is noticed by its silence.  It allows a ping every 5 seconds.
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 10_000),
+    # What gRPC itself allows a ping is a minute, whatever is said above.
+    ("grpc.http2.ping_timeout_ms", 10_000),
     ("grpc.http2.max_pings_without_data", 0),
 )
-
-#: The one call that streams.
-WATCH: Final = "WatchTransfers"
 
 #: Calls that ended so were not answered by the sidecar.
 _UNANSWERED: Final = "grpc_code"

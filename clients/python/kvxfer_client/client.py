@@ -4,20 +4,39 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
 import grpc
 
 from kvxfer.core.errors import KvxferError
-from kvxfer.pb import transfer_pb2 as pb
+from kvxfer.core.layout import CacheLayout, Rank
+from kvxfer.memory.handles import Handle
 from kvxfer.pb import transfer_pb2_grpc
 from kvxfer_client import calls
-from kvxfer_client.calls import DEFAULT_TARGET, DEFAULT_TIMEOUT, Call, Origin, Pages
-from kvxfer_client.channel import OPTIONS, WATCH, closed_error, late_error, told_as_kvxfer_errors
-from kvxfer_client.results import Status, TransferInfo, TransferState, status_from_pb, transfer_from_pb
+from kvxfer_client.calls import (
+    DEFAULT_REGISTER_TIMEOUT,
+    DEFAULT_TARGET,
+    DEFAULT_TIMEOUT,
+    Call,
+    Origin,
+    Pages,
+    Stream,
+)
+from kvxfer_client.channel import OPTIONS, closed_error, late_error, told_as_kvxfer_errors
+from kvxfer_client.memory import SharedRegion
+from kvxfer_client.results import (
+    LeaseInfo,
+    LeaseState,
+    Registered,
+    Status,
+    TransferInfo,
+    TransferState,
+    status_from_pb,
+)
+from kvxfer_client.session import Session
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -60,6 +79,7 @@ class Client(Origin):
     get_transfer = _blocking(calls.get_transfer)
     cancel = _blocking(calls.cancel)
     publish = _blocking(calls.publish)
+    renew = _blocking(calls.renew)
     withdraw = _blocking(calls.withdraw)
     wait_ready = _blocking(calls.wait_ready)
 
@@ -67,11 +87,15 @@ class Client(Origin):
         """See :func:`kvxfer_client.calls.list_transfers`; pages are asked for as the iterator gets to them."""
         return self._pages(calls.list_transfers(self, states, page_size=page_size))
 
+    def list_leases(self, states: Iterable[LeaseState] = (), *, page_size: int = 0) -> Iterator[LeaseInfo]:
+        """See :func:`kvxfer_client.calls.list_leases`; pages are asked for as the iterator gets to them."""
+        return self._pages(calls.list_leases(self, states, page_size=page_size))
+
     def status(self) -> Status:
         """What the sidecar is, holds and is connected to.  :raises KvxferError: what every call may raise."""
         return status_from_pb(self._pages(calls.status_pages(self)))
 
-    def watch(self, *, include_current: bool = False, timeout: float | None = None) -> Watch:
+    def watch(self, *, include_current: bool = False, timeout: float | None = None) -> Watch[TransferInfo]:
         """Follow the state changes of all transfers of the engine.
 
         Returns once the watch is live: no change after that is missed.
@@ -80,10 +104,81 @@ class Client(Origin):
         :param timeout: end the watch after so many seconds (DEADLINE_EXCEEDED); ``None``: when it is closed.
         :raises KvxferError: NOT_REGISTERED; and what every call may raise.
         """
-        return Watch(self, include_current, timeout)
+        return Watch(self, calls.watch(self, include_current), timeout)._begin()
+
+    def watch_leases(self, *, include_current: bool = False, timeout: float | None = None) -> Watch[LeaseInfo]:
+        """Follow what becomes of published requests: each comes as it is published, and when it has ended.
+
+        Blocks may be freed when their lease is told here as ended, and at no other time.  Returns once the watch is
+        live: no change after that is missed.
+
+        :param include_current: begin with every request that the sidecar remembers.
+        :param timeout: as for :meth:`watch`.
+        :raises KvxferError: NOT_REGISTERED; and what every call may raise.
+        """
+        return Watch(self, calls.watch_leases(self, include_current), timeout)._begin()
+
+    def session(
+        self,
+        layout: CacheLayout,
+        memory: Sequence[Handle | SharedRegion],
+        *,
+        compatibility_key: str,
+        rank: Rank = Rank(),  # noqa: B008 - frozen
+        ranks: Iterable[tuple[Rank, str]] = (),
+        dp_rank: int = 0,
+        dp_size: int = 1,
+        replace: bool = False,
+        timeout: float = DEFAULT_REGISTER_TIMEOUT,
+        keep_leases: bool = False,
+        on_lost: Callable[[KvxferError, str], object] | None = None,
+        on_registered: Callable[[Registered], object] | None = None,
+        on_ended: Callable[[KvxferError], object] | None = None,
+    ) -> Session:
+        """Register a cache and hold it: undone when this process dies, and registered again when the sidecar does.
+
+        Returns once it is registered and held; the first attempt is not repeated (:meth:`wait_ready` waits for a
+        sidecar that is not there yet).  Arguments as for :meth:`register`, and:
+
+        Memory that the sidecar makes as a file (:class:`Owned`) outlives the sidecar: keep it mapped, it is registered
+        again by its path, with all that is in it.  A memfd of the sidecar is gone with it, which ends the session
+        (MEMORY_HANDLE_INVALID).
+
+        :param replace: an earlier registration of this engine, as one of a process before this, gives way.  Never one
+            that somebody else has made since.
+        :param keep_leases: when this process dies, what it has published stays readable until its leases end; only
+            where all memory is owned by the sidecar.
+        :param on_lost: called with the reason and the old incarnation when a registration is gone: with it all its
+            leases, transfers and tickets.  Its blocks are read by nobody any more.
+        :param on_registered: called with each registration: the first, and every one that follows a loss.
+        :param on_ended: called with the error when the session ends by itself.
+        :raises KvxferError: as :meth:`register`; FIELD_INVALID (``keep_leases``); UNSUPPORTED where the sidecar is too
+            old.
+        """
+        handles, make = calls.held(
+            self,
+            layout,
+            memory,
+            compatibility_key=compatibility_key,
+            rank=rank,
+            ranks=tuple(ranks),
+            dp_rank=dp_rank,
+            dp_size=dp_size,
+            replace=replace,
+            timeout=timeout,
+        )
+        return Session(
+            self,
+            handles,
+            make,
+            keep_leases=keep_leases,
+            on_lost=on_lost,
+            on_registered=on_registered,
+            on_ended=on_ended,
+        )._begin()
 
     def close(self) -> None:
-        """End every call and watch, and the connection.  Idempotent."""
+        """End every call, watch and session, and the connection.  Idempotent."""
         self._closed = True
         self._channel.close()
 
@@ -124,70 +219,75 @@ class Client(Origin):
             request = pages.following(request, answer)
 
 
-class Watch:
-    """The changes of all transfers of an engine, as an iterator; made by :meth:`Client.watch`.
+class Watch(Generic[T]):
+    """What changes, as an iterator; made by :meth:`Client.watch` and :meth:`Client.watch_leases`.
 
-    Each change comes as the transfer was then.  The iteration ends when the watch or its client is closed, and raises
-    :class:`KvxferError` otherwise: NOT_REGISTERED where the registration has ended, LIMIT_EXCEEDED where the caller was
-    too slow and has missed changes (watch again with ``include_current``), PEER_UNREACHABLE where the sidecar is gone.
-    A context manager: closes at the end.  :meth:`close` may be called from another thread.
+    Each change comes as the transfer or lease was then.  The iteration ends when the watch or its client is closed, and
+    raises :class:`KvxferError` otherwise: NOT_REGISTERED where the registration has ended, LIMIT_EXCEEDED where the
+    caller was too slow and has missed changes (watch again with ``include_current``), PEER_UNREACHABLE where the
+    sidecar is gone.  A context manager: closes at the end.  :meth:`close` may be called from another thread.
     """
 
-    def __init__(self, client: Client, include_current: bool, timeout: float | None) -> None:
+    def __init__(self, client: Client, stream: Stream[T], timeout: float | None) -> None:
         """Not for callers; see :meth:`Client.watch`."""
         self._client = client
+        self._stream = stream
         self._closed = False
-        request = calls.watch_request(client, include_current)
+        self._first: Any = None
         limit = None if timeout is None else calls.checked_seconds(timeout)
-        with client._open(WATCH, {}):
-            self._call = client._stub.WatchTransfers(request, timeout=limit)
+        with client._open(stream.method, {}):
+            self._call = getattr(client._stub, stream.method)(stream.request, timeout=limit)
+
+    def _begin(self) -> Watch[T]:
+        """Wait until it is live."""
         late = threading.Event()
 
         def give_up() -> None:
             late.set()
             self._call.cancel()
 
-        timer = threading.Timer(client.timeout, give_up)
+        timer = threading.Timer(self._client.timeout, give_up)
         timer.daemon = True
         timer.start()
         try:
             self._first = self._receive()
         except KvxferError:
             if late.is_set():
-                raise late_error(client.target, WATCH, client.timeout) from None
+                raise late_error(self._client.target, self._stream.method, self._client.timeout) from None
             raise
         finally:
             timer.cancel()
+        return self
 
     def close(self) -> None:
         """End the watch.  Idempotent."""
         self._closed = True
         self._call.cancel()
 
-    def __iter__(self) -> Iterator[TransferInfo]:
+    def __iter__(self) -> Iterator[T]:
         return self
 
-    def __next__(self) -> TransferInfo:
+    def __next__(self) -> T:
         while True:
             message, self._first = self._first, None
             if message is None:
                 message = self._receive()
             if message is None:
                 raise StopIteration
-            if message.HasField("event"):
-                return transfer_from_pb(message.event.transfer)
+            if (item := self._stream.parse(message)) is not None:
+                return item
 
-    def _receive(self) -> pb.WatchTransfersResponse | None:
+    def _receive(self) -> Any:
         """The next message; ``None`` at the end."""
         try:
-            with told_as_kvxfer_errors(self._client.target, WATCH, {}):
+            with told_as_kvxfer_errors(self._client.target, self._stream.method, {}):
                 return next(self._call, None)
         except KvxferError:
             if self._closed or self._client._closed:
                 return None
             raise
 
-    def __enter__(self) -> Watch:
+    def __enter__(self) -> Watch[T]:
         return self
 
     def __exit__(

@@ -60,6 +60,35 @@ STATES: Final = {
 STATES_OUT: Final = {state: number for number, state in STATES.items()}
 
 
+class LeaseState(str, Enum):
+    """Where a published request is in its life."""
+
+    #: Of a later version of the sidecar.
+    UNKNOWN = "unknown"
+    #: Its blocks must stay as they are.
+    HELD = "held"
+    #: Every reader is done.
+    RELEASED = "released"
+    #: Its time has passed.
+    EXPIRED = "expired"
+    #: It was withdrawn.
+    WITHDRAWN = "withdrawn"
+
+    @property
+    def ended(self) -> bool:
+        """Whether its blocks may be freed."""
+        return self in (LeaseState.RELEASED, LeaseState.EXPIRED, LeaseState.WITHDRAWN)
+
+
+LEASE_STATES: Final = {
+    pb.LEASE_STATE_HELD: LeaseState.HELD,
+    pb.LEASE_STATE_RELEASED: LeaseState.RELEASED,
+    pb.LEASE_STATE_EXPIRED: LeaseState.EXPIRED,
+    pb.LEASE_STATE_WITHDRAWN: LeaseState.WITHDRAWN,
+}
+LEASE_STATES_OUT: Final = {state: number for number, state in LEASE_STATES.items()}
+
+
 @dataclass(frozen=True, slots=True)
 class Registered:
     """A registration.
@@ -231,12 +260,50 @@ class TransferInfo:
 
 
 @dataclass(frozen=True, slots=True)
+class LeaseReaders:
+    """How far one reading engine is with a published request.
+
+    :param expected: ranks that will read; 0 where nobody has said.
+    :param done: ranks that are done.
+    """
+
+    engine_id: str
+    expected: int
+    done: int
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseInfo:
+    """A published request as it was when the sidecar answered.
+
+    :param ending: nothing new is granted any more: it ends with the reads that are open.
+    :param expires_in: seconds until it ends by itself; ``None`` where that has begun.
+    :param open_reads: granted reads that are open.
+    :param num_tokens: tokens that were published.
+    :param age: seconds since it was published.
+    """
+
+    engine_id: str
+    request_id: str
+    state: LeaseState
+    ending: bool
+    expires_in: float | None
+    open_reads: int
+    readers: tuple[LeaseReaders, ...]
+    num_tokens: int
+    age: float
+
+
+@dataclass(frozen=True, slots=True)
 class RegistrationInfo:
     """A registered cache.
 
     :param regions: number of memory regions, and ``bytes`` the size of all.
     :param groups: names of the layout's groups.
     :param published: requests whose blocks are held for readers.
+    :param holders: sessions that hold it now.
+    :param undone_in: seconds until it is undone unless it is held again; ``None`` where it is held, or never was.
+    :param orphaned: its engine is gone, and it lives on until its leases have ended.
     """
 
     engine_id: str
@@ -250,6 +317,9 @@ class RegistrationInfo:
     bytes: int
     groups: tuple[str, ...]
     published: int
+    holders: int
+    undone_in: float | None
+    orphaned: bool
 
 
 class PeerRole(str, Enum):
@@ -292,6 +362,9 @@ class Counts:
     :param bytes_in_flight: bytes posted and not quiesced now.
     :param published: requests held for readers now.
     :param reads_open: peers' reads under way now.
+    :param leases_released: published requests that ended so since the start; likewise ``leases_expired`` and
+        ``leases_withdrawn``.
+    :param reads_refused: peers' reads that were not granted, since the start.
     """
 
     prepared: int
@@ -304,6 +377,10 @@ class Counts:
     bytes_in_flight: int
     published: int
     reads_open: int
+    leases_released: int
+    leases_expired: int
+    leases_withdrawn: int
+    reads_refused: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -374,6 +451,21 @@ def transfer_from_pb(message: pb.Transfer) -> TransferInfo:
         error=from_status(message.error) if message.HasField("error") else None,
         create_time=_time(message.create_time) if message.HasField("create_time") else None,
         end_time=_time(message.end_time) if message.HasField("end_time") else None,
+    )
+
+
+def lease_from_pb(message: pb.Lease) -> LeaseInfo:
+    """A published request."""
+    return LeaseInfo(
+        engine_id=message.engine_id,
+        request_id=message.request_id,
+        state=LEASE_STATES.get(message.state, LeaseState.UNKNOWN),
+        ending=message.ending,
+        expires_in=seconds_of(message.expires_in) if message.HasField("expires_in") else None,
+        open_reads=message.open_reads,
+        readers=tuple(LeaseReaders(r.engine_id, r.expected, r.done) for r in message.readers),
+        num_tokens=message.num_tokens,
+        age=seconds_of(message.age),
     )
 
 
@@ -471,6 +563,9 @@ def _registration(message: pb.RegistrationStatus) -> RegistrationInfo:
         bytes=message.bytes,
         groups=tuple(message.groups),
         published=message.published,
+        holders=message.holders,
+        undone_in=seconds_of(message.undone_in) if message.HasField("undone_in") else None,
+        orphaned=message.orphaned,
     )
 
 
