@@ -105,8 +105,8 @@ class Case:
 
 LOST = outcomes("PEER_LOST PEER_UNREACHABLE TRANSFER_FAILED")
 LATE = outcomes("DEADLINE_EXCEEDED PEER_UNREACHABLE")
-#: D's sidecar slept while P's hold ended.  TRANSFER_FAILED is how a read ends of which nobody can say any more whether it
-#: began after the publication: it slept between posting and P's answer.
+#: D's sidecar slept while P's hold ended.  TRANSFER_FAILED is how a read ends of which nobody can say any more whether
+#: it began after the publication: it slept between posting and P's answer.
 MISSED = outcomes("LEASE_EXPIRED DEADLINE_EXCEEDED PEER_LOST PEER_UNREACHABLE TRANSFER_FAILED")
 OK = outcomes(DONE)
 RELEASED, EXPIRED = outcomes("RELEASED"), outcomes("EXPIRED")
