@@ -128,7 +128,7 @@ class Network:
     def slow(self, name: str, rate: str) -> Iterator[None]:
         """What a host sends takes its time."""
         tc = (*self.hosts[name].prefix, "tc", "qdisc")
-        run(*tc, "add", "dev", "eth0", "root", "tbf", "rate", rate, "burst", "64kb", "latency", "100ms")
+        run(*tc, "add", "dev", "eth0", "root", "tbf", "rate", rate, "burst", "64kb", "latency", "400ms")
         try:
             yield
         finally:
