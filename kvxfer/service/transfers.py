@@ -417,7 +417,6 @@ class Transfers:
             self._free(transfer)
         if transfer.error is not None:
             log.info("transfer ended", transfer=transfer.id, state=transfer.state.value, error=str(transfer.error))
-        transfer.ended = time.time()
         transfer.forget_details()
         transfer.finished.set()
         self._transfers.give(transfer.remote_engine_id, 1)
@@ -534,6 +533,8 @@ class Transfers:
         before, transfer.state = transfer.state, life.step(transfer.state, event)
         if transfer.state is before:
             return
+        if transfer.state in life.FINAL_STATES:
+            transfer.ended = time.time()
         if transfer.state is State.DONE:
             self.totals.done += 1
             self.totals.bytes_read += transfer.bytes

@@ -145,7 +145,7 @@ CASES: tuple[Case, ...] = (
     Case(Who.P_SIDECAR, Fault.STOP, Phase.HANDSHAKE, LATE, HANDSHAKE_TIMEOUT + SLACK, EXPIRED, hold=SHORT_HOLD),
     Case(
         *(Who.P_SIDECAR, Fault.STOP, Phase.OPEN, LATE, SHORT_READ + SLACK),
-        lease=EXPIRED_OR_GONE,
+        lease=EXPIRED_OR_GONE | outcomes("UNPUBLISHED"),  # it may live on, and nobody has published
         hold=SHORT_HOLD,
         read=SHORT_READ,
     ),
