@@ -216,18 +216,18 @@ async def test_who_dies_before_it_can_hold_leaves_nothing(cluster: Cluster) -> N
 
 
 async def test_registering_again_is_a_sign_of_life(cluster: Cluster) -> None:
-    node = await cluster.node(engine_grace=GRACE)
+    node = await cluster.node(engine_grace=4 * GRACE)
     engine = await cluster.engine("engine-x", [node], register=False)
     request = registration("engine-x", engine.members[0])
     request.held = True
     answers = []
     for _ in range(4):
         answers.append((await node.stub.RegisterCache(request)).incarnation)
-        await after_the_grace(0.6)
+        await after_the_grace(2.0)  # half of the time, four times
     assert len(set(answers)) == 1
     engine.members[0].registered.incarnation = answers[0]
     call = await hold(engine)
-    await after_the_grace()
+    await after_the_grace(5.0)
     assert (await status(node)).incarnation == answers[0]
     call.cancel()
 
