@@ -64,7 +64,7 @@ class Run:
         self.let_the_others_go_on(ticket)
         saw, after = self.what_d_was_told(pending)
         if case.who is Who.D_SIDECAR:
-            third = play.serve_a_third("p")
+            third = self.third_at_p()
         elif case.who is not Who.P_SIDECAR:
             third = play.serve_a_third("d")
         self.check_quiescence()
@@ -138,6 +138,26 @@ class Run:
         if case.phase is Phase.OPEN and case.who is not Who.P_ENGINE:
             self.play.publish(ticket, case.hold)
 
+    def third_at_p(self) -> float:
+        """P serves somebody else; unless it was aborted, where the table has that."""
+        try:
+            return self.play.serve_a_third("p")
+        except grpc.RpcError:
+            if GONE not in self.case.lease:
+                raise
+            self.stage.p.process.wait(10)
+            return 0.0
+
+    def note_the_abort(self) -> None:
+        """P's sidecar has ended though nobody has killed it: by UCX's own hand, or it is a bug of ours."""
+        case, status = self.case, self.stage.p.process.returncode
+        if (case.who, case.fault) == (Who.P_SIDECAR, Fault.KILL):
+            return
+        assert status == -signal.SIGABRT, f"P's sidecar ended {status}:\n{self.stage.p.log()[-3000:]}"
+        print(self.stage.p.log()[-3000:])
+        why = "as it woke" if case.who is Who.P_SIDECAR else "over a reader that was gone"
+        self.remarks.append(f"UCX aborted P's sidecar {why}; restarted")
+
     def what_d_was_told(self, pending: Pending) -> tuple[str, float]:
         case, play = self.case, self.play
         if case.who is Who.D_ENGINE and case.phase is not Phase.CLOSING:
@@ -190,8 +210,7 @@ class Run:
         until(ended, case.hold + READ_GRANT + SLACK, "the end of the lease")
         if self.stage.p.process.poll() is not None:
             lease = GONE
-            if case.fault is Fault.STOP:
-                self.remarks.append("UCX aborted P's sidecar as it woke; restarted")
+            self.note_the_abort()
         else:
             lease = play.lease(ticket)[0]
         assert lease in case.lease, f"P's lease is {lease}"
