@@ -14,7 +14,7 @@ import socket
 import stat
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
@@ -52,10 +52,6 @@ GRACE: Final = 1.0
 #: How long the event loop and the NIXL thread may keep the interpreter from one another, seconds.  Python's 5 ms are
 #: longer than a read of many megabytes; a shorter interval costs nothing while one of the two sleeps.
 SWITCH_INTERVAL: Final = 0.0002
-
-#: An engine that does not answer for 30 seconds is taken for dead, and its streams end: also where they only listen, so
-#: that nothing comes between two pings.  gRPC's own ping timeout is a minute, whatever is said of keepalive.
-ENGINES_MUST_ANSWER: Final = (("grpc.http2.ping_timeout_ms", 10_000), ("grpc.http2.max_pings_without_data", 0))
 
 _Status = health_pb2.HealthCheckResponse
 
@@ -128,7 +124,7 @@ class Sidecar:
         """
         peer_server, port = self._bind_peer()
         self.peer_address = self._advertised(port)
-        engine_server = self._new_server(more=ENGINES_MUST_ANSWER)
+        engine_server = self._new_server()
         self._bind_engine(engine_server)
         self._service = EngineService(
             self.registrations, self.settings.service(), self.peer_address, library_versions()
@@ -177,7 +173,7 @@ class Sidecar:
         credentials = self._tls.channel_credentials() if self._tls else None
         return GrpcPeerClient(address, self.settings.message_limit, credentials, self.settings.peer_server_name)
 
-    def _new_server(self, *before: grpc.aio.ServerInterceptor, more: Iterable[tuple[str, int]] = ()) -> grpc.aio.Server:
+    def _new_server(self, *before: grpc.aio.ServerInterceptor) -> grpc.aio.Server:
         limit = self.settings.message_limit
         return grpc.aio.server(
             interceptors=[*before, ErrorInterceptor()],
@@ -188,11 +184,13 @@ class Sidecar:
                 # Peers ping every 10 seconds, also when no call is under way.
                 ("grpc.keepalive_permit_without_calls", 1),
                 ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+                # A caller that does not answer for 30 seconds is taken for dead, and its streams end.
                 ("grpc.keepalive_time_ms", 20_000),
                 ("grpc.keepalive_timeout_ms", 10_000),
-                # Else its own pings end after two, and a connection whose peer has vanished stays for good.
+                # What gRPC itself allows a ping is a minute, and while one of its own is out it sends no other.
+                ("grpc.http2.ping_timeout_ms", 10_000),
+                # Else its pings end after two, and a connection whose other end has vanished stays for good.
                 ("grpc.http2.max_pings_without_data", 0),
-                *more,
             ],
         )
 

@@ -39,6 +39,8 @@ def channel_options(message_limit: int) -> list[tuple[str, int]]:
         ("grpc.max_send_message_length", message_limit),
         ("grpc.keepalive_time_ms", 10_000),
         ("grpc.keepalive_timeout_ms", 5_000),
+        # What gRPC itself allows a ping is a minute, and while one of its own is out it sends no other.
+        ("grpc.http2.ping_timeout_ms", 5_000),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
         ("grpc.initial_reconnect_backoff_ms", 100),
@@ -84,13 +86,19 @@ class GrpcPeerClient:
         return self._address
 
     async def _ask(self, call: Awaitable[_Answer], what: str) -> _Answer:
+        # What is raised must not lead to the call, by its cause or by a frame of its traceback: whoever keeps a call
+        # keeps its connection open, also after its channel was closed.  A task that was cancelled keeps how.
+        known = None
         try:
             return await call
+        except asyncio.CancelledError:
+            code, details = grpc.StatusCode.CANCELLED, ""
         except grpc.aio.AioRpcError as error:
             known, code, details = from_rpc_error(error), error.code(), error.details() or ""
-        # What is raised must not lead to the call, by its cause or by a frame of its traceback: whoever keeps a call
-        # keeps its connection open, also after its channel was closed.
-        del call
+        finally:
+            del call
+        if known is None:
+            raise asyncio.CancelledError
         silent = code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
         if silent and "grpc_code" in known.metadata:  # not the peer, but gRPC says so
             raise KvxferError(

@@ -36,16 +36,22 @@ SURE: Final = 0.999
 
 @dataclass
 class _Grant:
-    """The blocks stay as they are until ``until`` on :func:`clock`; it was given for ``seconds``."""
+    """The blocks stay as they are until ``until`` on :func:`clock`; it was given for ``seconds``.
+
+    :param unheard: why the source was not heard when it was last asked for more.
+    """
 
     seconds: float
     until: float
+    unheard: KvxferError | None = None
 
     def check(self, ended: float) -> None:
         """Whether what was read by ``ended`` counts.
 
-        :raises KvxferError: LEASE_EXPIRED.
+        :raises KvxferError: LEASE_EXPIRED; PEER_UNREACHABLE where the source could not be asked for more time.
         """
+        if ended > self.until and self.unheard is not None:
+            raise self.unheard
         if ended > self.until:
             late = ended - self.until
             raise KvxferError(
@@ -72,7 +78,7 @@ async def read_source(
     :param timeout: seconds; the caller gives up by then.
     :param opened: called once the source has granted it.
     :raises KvxferError: what the source or the transfer engine answered; LEASE_EXPIRED where the read took longer than
-        was granted; TRANSFER_FAILED where it cannot be told to be newer than the publication.
+        was granted (PEER_UNREACHABLE, where the source could not be asked for more); TRANSFER_FAILED where it cannot be told to be newer than the publication.
     """
     opening = asyncio.ensure_future(_open(live.source, record, timeout))
     moving = first
@@ -149,11 +155,11 @@ async def _renew(
     try:
         await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
         if renewing.done():
-            grant.until = max(grant.until, asked + renewing.result() * SURE)
+            grant.until, grant.unheard = max(grant.until, asked + renewing.result() * SURE), None
     except KvxferError as error:
         if not error.spec.retry:
             raise
-        # It is tried again until the time that was granted is over.
+        grant.unheard = error  # it is tried again until the time that was granted is over
     finally:
         leave(renewing)  # also where the transfer was given up meanwhile: nobody would look at it
 

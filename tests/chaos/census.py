@@ -5,6 +5,7 @@ A fault that leaks shows as a count that does not come back to what it was.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Iterator
@@ -117,8 +118,13 @@ def _connections(pid: int) -> list[Any]:
 
 def _open_files(pid: int) -> Iterator[str]:
     """What the descriptors are, for the one who has to find the leak."""
-    for connection in _connections(pid):
-        yield f"{connection.fd}: {connection.laddr} to {connection.raddr} {connection.status}"
+    for fd in sorted(map(int, os.listdir(f"/proc/{pid}/fd"))):
+        with contextlib.suppress(FileNotFoundError):
+            yield f"{fd}: {os.readlink(f'/proc/{pid}/fd/{fd}')}"
+    # Through the process, for it may be in a network namespace of its own.
+    for table in ("tcp", "tcp6", "unix"):
+        with open(f"/proc/{pid}/net/{table}", encoding="ascii", errors="replace") as lines:
+            yield from (f"{table}: {' '.join(line.split())}" for line in lines)
 
 
 def assert_no_leaks(side: SidecarProcess, before: Census, seconds: float = 15.0) -> None:
@@ -126,5 +132,5 @@ def assert_no_leaks(side: SidecarProcess, before: Census, seconds: float = 15.0)
     deadline = time.monotonic() + seconds
     while leaks := before.leaks(census(side)):
         if time.monotonic() > deadline:
-            raise AssertionError(f"sidecar {side.name} leaks: " + "; ".join([*leaks, *_open_files(side.pid)]))
+            raise AssertionError(f"sidecar {side.name} leaks: " + "\n  ".join([*leaks, *_open_files(side.pid)]))
         time.sleep(0.05)

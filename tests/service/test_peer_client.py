@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 
 import grpc
 import grpc.aio
@@ -18,16 +19,27 @@ from kvxfer.core.layout import Rank
 from kvxfer.pb import peer_pb2 as pb
 from kvxfer.pb import peer_pb2_grpc
 from kvxfer.service.peer_client import GrpcPeerClient
-from kvxfer.wire.peer import OpenRead, Reader, ReadRef
+from kvxfer.wire.peer import CloseRead, OpenRead, Outcome, Reader, ReadRef
 
 
-class Refusing(peer_pb2_grpc.KvPeerServicer):
-    """Refuses every read."""
+class Service(peer_pb2_grpc.KvPeerServicer):
+    """Refuses every read, and never answers a CloseRead."""
+
+    def __init__(self) -> None:
+        self.asked = asyncio.Event()
 
     async def OpenRead(self, request: pb.OpenReadRequest, context: object) -> pb.OpenReadResponse:
         assert isinstance(context, grpc.aio.ServicerContext)
         await context.abort(grpc.StatusCode.NOT_FOUND, "no such request")
         raise AssertionError
+
+    async def CloseRead(self, request: pb.CloseReadRequest, context: object) -> pb.CloseReadResponse:
+        self.asked.set()
+        await asyncio.Event().wait()
+        raise AssertionError
+
+
+REF = ReadRef("p", Rank(), "i", "request", bytes(16), Reader("d", Rank(), "i"), 1, "transfer")
 
 
 @pytest.fixture
@@ -48,18 +60,15 @@ def connections(port: int) -> int:
     )
 
 
-@pytest.mark.usefixtures("no_collector")
-async def test_an_error_that_is_kept_does_not_keep_the_connection() -> None:
-    server = grpc.aio.server()
-    peer_pb2_grpc.add_KvPeerServicer_to_server(Refusing(), server)
+@contextlib.asynccontextmanager
+async def connected() -> AsyncIterator[tuple[Service, GrpcPeerClient]]:
+    """A service and its client; in the end the client is closed, which must end the connection."""
+    server, service = grpc.aio.server(), Service()
+    peer_pb2_grpc.add_KvPeerServicer_to_server(service, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     client = GrpcPeerClient(f"127.0.0.1:{port}", 1 << 20)
-    reader = Reader("d", Rank(), "i")
-    ref = ReadRef("p", Rank(), "i", "request", bytes(16), reader, 1, "transfer")
-    with pytest.raises(KvxferError) as caught:
-        await client.open_read(OpenRead(ref, 1, (), 5.0), 5.0)
-    assert caught.value.reason is not Reason.PEER_UNREACHABLE
+    yield service, client
     assert connections(port) == 1
     await client.close()
     deadline = time.monotonic() + 5
@@ -67,3 +76,22 @@ async def test_an_error_that_is_kept_does_not_keep_the_connection() -> None:
         assert time.monotonic() < deadline, "the connection outlives its client"
         await asyncio.sleep(0.01)
     await server.stop(0)
+
+
+@pytest.mark.usefixtures("no_collector")
+async def test_an_error_that_is_kept_does_not_keep_the_connection() -> None:
+    async with connected() as (_, client):
+        with pytest.raises(KvxferError) as caught:
+            await client.open_read(OpenRead(REF, 1, (), 5.0), 5.0)
+        assert caught.value.reason is not Reason.PEER_UNREACHABLE
+
+
+@pytest.mark.usefixtures("no_collector")
+async def test_a_cancelled_task_that_is_kept_does_not_keep_the_connection() -> None:
+    """A finished task has its exception, that has a traceback, and that the frames of the call."""
+    async with connected() as (service, client):
+        task = asyncio.ensure_future(client.close_read(CloseRead(REF, Outcome.FAILED), 60.0))
+        await service.asked.wait()
+        task.cancel()
+        await asyncio.wait([task])
+        assert task.cancelled()
