@@ -29,6 +29,7 @@ from kvxfer import __version__
 from kvxfer.config import Settings, group_number, is_loopback
 from kvxfer.core.errors import KvxferError, Reason
 from kvxfer.logs import configure
+from kvxfer.memory.api import list_owned
 from kvxfer.pb import peer_pb2, peer_pb2_grpc, transfer_pb2, transfer_pb2_grpc
 from kvxfer.service.access import AccessInterceptor
 from kvxfer.service.engine import EngineService
@@ -149,6 +150,9 @@ class Sidecar:
         )
         if self._tls is None and not is_loopback(self.settings.peer_host):
             log.warning("the peer port is plaintext: whoever reaches it can read every registered cache")
+        for left in list_owned(self.settings.memory_policy()):
+            # It outlives its sidecar so that an engine can have it again; one that nobody asks for stays for good.
+            log.info("memory that a sidecar made is there to be adopted", path=left.path, bytes=left.size)
 
     async def stop(self) -> None:
         """Drain and stop: refuse new work, let transfers end, unregister, close the listeners.  Idempotent."""

@@ -109,12 +109,15 @@ def is_owned(handle: FileHandle, policy: MemoryPolicy) -> bool:
 def list_owned(policy: MemoryPolicy) -> tuple[FileHandle, ...]:
     """Files that sidecars made and nobody removed: leftovers, or memory of a sidecar that still runs.
 
-    Sorted by path.
+    Sorted by path.  Empty where this process may not look.
     """
     directory = policy.owned
     found: list[FileHandle] = []
     if directory is not None:
-        with contextlib.suppress(FileNotFoundError), os.scandir(directory) as entries:
+        with (
+            contextlib.suppress(FileNotFoundError, NotADirectoryError, PermissionError),
+            os.scandir(directory) as entries,
+        ):
             for entry in entries:
                 if entry.name.startswith(OWNED_PREFIX) and entry.name.endswith(OWNED_SUFFIX):
                     # Another sidecar may remove its file at this very moment.

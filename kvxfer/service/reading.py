@@ -78,7 +78,8 @@ async def read_source(
     :param timeout: seconds; the caller gives up by then.
     :param opened: called once the source has granted it.
     :raises KvxferError: what the source or the transfer engine answered; LEASE_EXPIRED where the read took longer than
-        was granted (PEER_UNREACHABLE, where the source could not be asked for more); TRANSFER_FAILED where it cannot be told to be newer than the publication.
+        was granted (PEER_UNREACHABLE, where the source could not be asked for more); TRANSFER_FAILED where it cannot
+        be told to be newer than the publication.
     """
     opening = asyncio.ensure_future(_open(live.source, record, timeout))
     moving = first

@@ -17,6 +17,9 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from kvxfer.config import Settings
 from kvxfer.core.errors import KvxferError, Reason
+from kvxfer.memory.handles import FileHandle, Owned
+from kvxfer.memory.owned import create_owned
+from kvxfer.memory.policy import MemoryPolicy
 from kvxfer.pb import transfer_pb2 as pb
 from kvxfer.sidecar import Sidecar
 from kvxfer.xfer.loopback import Fabric, LoopbackEngine
@@ -207,3 +210,17 @@ async def test_a_group_may_reach_the_socket_that_is_made_for_it(tmp_path: Path) 
         assert (stat.S_IMODE(path.stat().st_mode), path.stat().st_gid) == (0o660, group)
     finally:
         await sidecar.stop()
+
+
+async def test_memory_of_a_former_sidecar_is_named_at_the_start(cluster: Cluster, logged: list[Any]) -> None:
+    """It waits for an engine that takes it again; nobody else would ever say that it is there."""
+    policy = MemoryPolicy(directories=(str(cluster.directory),))
+    left = create_owned(Owned(4096), policy)
+    handle = left.export()
+    left.close(keep=True)
+    await cluster.node()
+    assert isinstance(handle, FileHandle)
+    told = [
+        (e["path"], e["bytes"]) for e in logged if e["event"] == "memory that a sidecar made is there to be adopted"
+    ]
+    assert told == [(handle.path, 4096)]
