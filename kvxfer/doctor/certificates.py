@@ -108,9 +108,7 @@ def _handshake(files: TlsFiles, trusted: str, flags: int) -> tuple[dict[str, Any
 
 def _certificate(told: dict[str, Any]) -> Certificate:
     names = tuple(f"{kind}:{value}" for kind, value in told.get("subjectAltName", ()))
-    return Certificate(
-        names, ssl.cert_time_to_seconds(told["notBefore"]), ssl.cert_time_to_seconds(told["notAfter"])
-    )
+    return Certificate(names, ssl.cert_time_to_seconds(told["notBefore"]), ssl.cert_time_to_seconds(told["notAfter"]))
 
 
 def named(host: str, names: Sequence[str]) -> bool:

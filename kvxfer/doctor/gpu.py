@@ -78,7 +78,7 @@ def judge(gpu: Gpu, rdma: Sequence[str], modules: Sequence[str]) -> list[Finding
             warning(
                 CHECK,
                 "neither nvidia-peermem is loaded, nor can this driver and kernel do dma-buf",
-                "The NIC cannot read a GPU's memory by itself: registering it fails, or every byte goes through the host.",
+                "The NIC cannot read a GPU's memory by itself: registering it fails, or all goes through the host.",
                 "modprobe nvidia-peermem, or use the open kernel modules on Linux 5.12 or newer.",
             )
         )

@@ -41,14 +41,16 @@ def look() -> Installed:
 def judge(installed: Installed, survey: Survey | None) -> list[Finding]:
     """:param survey: what was seen of NIXL in a process of its own; None where there is no NIXL to ask."""
     torch = installed.versions.get("torch")
-    about_torch = ok(CHECK, f"torch {torch} is installed; kvxfer does not load it" if torch else "no torch; none is needed")
+    about_torch = ok(
+        CHECK, f"torch {torch} is installed; kvxfer does not load it" if torch else "no torch; none is needed"
+    )
     if not installed.importable or survey is None:
         return [
             error(
                 CHECK,
                 "NIXL is not installed",
                 "kvxfer moves bytes with it; only planning, inspecting and the client work without.",
-                f"pip install '{_NEEDED}' (it brings torch along; with --no-deps and a nixl-cu12 or nixl-cu13 it does not)",
+                f"pip install '{_NEEDED}' (torch comes along, unless --no-deps is given with nixl-cu12 or nixl-cu13)",
             ),
             about_torch,
         ]

@@ -62,7 +62,7 @@ def look() -> Locking:
 
 
 def look_as(uid: int) -> Locking:
-    """The same for a process of another user, as this one would start it: limits are inherited, capabilities are not."""
+    """The same for a process of another user that this one starts: limits are inherited, capabilities are not."""
     if uid == os.geteuid():
         return look()
     if os.geteuid() != 0:

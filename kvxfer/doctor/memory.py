@@ -74,8 +74,8 @@ def mib(size: int) -> str:
 
 
 _LARGER: Final = (
-    "docker run --shm-size=32g (or --ipc=host); Kubernetes: an emptyDir with medium: Memory and a sizeLimit, mounted in "
-    "both containers; else mount -o remount,size=32g "
+    "docker run --shm-size=32g (or --ipc=host); Kubernetes: an emptyDir with medium: Memory and a sizeLimit, mounted "
+    "in both containers; else mount -o remount,size=32g "
 )
 
 
@@ -102,7 +102,7 @@ def judge(place: Place, uid: int) -> list[Finding]:
         ]
     findings = []
     what = f"{path}: {mib(place.size)}, {mib(place.free)} free"
-    small = "A cache that does not fit fails when it is made, or kills its engine (SIGBUS) when its pages are first touched."
+    small = "A cache that does not fit fails when it is made, or kills its engine (SIGBUS) when it is first used."
     if place.free < _LITTLE:
         told = error if place.free <= DOCKER else warning
         default = " (64 MiB is what a container gets that asks for nothing)" if place.size == DOCKER else ""

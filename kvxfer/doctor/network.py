@@ -41,9 +41,7 @@ def look() -> list[Interface]:
     for _, name in socket.if_nameindex():
         flags = _flags(name)
         addresses = (*_ipv4(name), *_ipv6(name))
-        found.append(
-            Interface(name, bool(flags & _UP), bool(flags & _RUNNING), bool(flags & _LOOPBACK), addresses)
-        )
+        found.append(Interface(name, bool(flags & _UP), bool(flags & _RUNNING), bool(flags & _LOOPBACK), addresses))
     return found
 
 

@@ -116,7 +116,9 @@ def _greet(
             return "tls", problem.verify_message
         except ssl.SSLError as problem:
             # What is no TLS at all is told so; an alert (a certificate is asked for) is TLS.
-            return ("plaintext", "") if problem.reason in ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE") else ("tls", "")
+            return (
+                ("plaintext", "") if problem.reason in ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE") else ("tls", "")
+            )
         except ConnectionError:  # gRPC hangs up on what is no HTTP/2
             return "plaintext", ""
         except OSError:
@@ -136,9 +138,7 @@ def _ask(target: str, files: TlsFiles | None, server_name: str, timeout: float, 
         credentials = PeerTls(files).channel_credentials() if files is not None else None
     except KvxferError as problem:
         return "", problem.message
-    channel = (
-        grpc.secure_channel(where, credentials, options) if credentials else grpc.insecure_channel(where, options)
-    )
+    channel = grpc.secure_channel(where, credentials, options) if credentials else grpc.insecure_channel(where, options)
     with channel:
         try:
             answer = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=timeout)

@@ -78,7 +78,11 @@ def look_at_socket(path: Path) -> UnixSocket:
         probe.settimeout(1.0)
         refused = probe.connect_ex(str(path))
         if refused in (0, errno.EAGAIN):
-            pid = struct.unpack("3i", probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0] if not refused else 0
+            pid = (
+                struct.unpack("3i", probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0]
+                if not refused
+                else 0
+            )
             return UnixSocket(str(path), "taken", _process(pid) if pid else "")
     return UnixSocket(str(path), "denied" if refused == errno.EACCES else "stale", str(path.parent))
 
@@ -131,9 +135,13 @@ def judge_port(port: Port) -> Finding:
     why = "The sidecar does not start."
     if port.problem == "EADDRINUSE":
         who = port.holder or "a process that cannot be seen from here (another user's, or another namespace's)"
-        return error(CHECK, f"{what} is taken by {who}", why, f"End it, or choose another {port.setting} (0 takes a free one).")
+        return error(
+            CHECK, f"{what} is taken by {who}", why, f"End it, or choose another {port.setting} (0 takes a free one)."
+        )
     if port.problem == "EADDRNOTAVAIL":
-        return error(CHECK, f"{what}: this machine has no such address", why, "Use an address of an interface, or 0.0.0.0.")
+        return error(
+            CHECK, f"{what}: this machine has no such address", why, "Use an address of an interface, or 0.0.0.0."
+        )
     if port.problem == "EACCES":
         return error(CHECK, f"{what} may not be bound by uid {os.geteuid()}", why, "Use a port of 1024 or more.")
     return error(CHECK, f"{what}: {port.problem}", why, "Correct the setting.")

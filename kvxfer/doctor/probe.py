@@ -1,4 +1,7 @@
-"""Two real agents in two processes, and a third that is asked what UCX can use here.  Bounded in time, ended in any case."""
+"""Two real agents in two processes, and a third that is asked what UCX can use here.
+
+Bounded in time; every process is ended in any case.
+"""
 
 from __future__ import annotations
 
@@ -72,7 +75,8 @@ class _Child:
     def __init__(self, stack: ExitStack, role: str, environment: Mapping[str, str], deadline: float) -> None:
         self._role: Final = role
         self._deadline: Final = deadline
-        self._log: Final = stack.enter_context(tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace"))
+        log = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115 - the stack closes it
+        self._log: Final = stack.enter_context(log)
         self._process: Final = subprocess.Popen(
             [sys.executable, "-m", "kvxfer.doctor.agent", str(os.getpid()), role],
             stdin=subprocess.PIPE,

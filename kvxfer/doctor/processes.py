@@ -105,8 +105,8 @@ _NO_MEMFD: Final = (
     "pid), and reads between sidecars of different pid namespaces take TCP, silently, instead of CMA."
 )
 _SHARE: Final = (
-    "Hand over files below a shared memory_directories instead.  For memfds and CMA, share the namespace: in Kubernetes "
-    "shareProcessNamespace: true, in Docker --pid container:NAME or --pid host."
+    "Hand over files below a shared memory_directories instead.  For memfds and CMA, share the namespace: in "
+    "Kubernetes shareProcessNamespace: true, in Docker --pid container:NAME or --pid host."
 )
 
 
@@ -164,7 +164,10 @@ def judge(confined: Confinement, engine: Engine | None) -> list[Finding]:
 def _alone(mine: dict[str, int]) -> Finding:
     own = [kind for kind, inode in _FIRST.items() if kind in mine and mine[kind] != inode]
     if not own:
-        return ok(CHECK, "this process is in the machine's own pid and user namespaces (--engine-pid PID compares with an engine's)")
+        return ok(
+            CHECK,
+            "this process is in the machine's own pid and user namespaces (--engine-pid PID compares with an engine's)",
+        )
     return warning(
         CHECK,
         f"this process is in a {' and a '.join(own)} namespace of its own, as in a container",

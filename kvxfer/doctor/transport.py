@@ -14,7 +14,11 @@ _WITHIN: Final = frozenset({"cma", "knem", "xpmem", "posix", "sysv", "self", "cu
 
 
 def judge(pair: Pair | None, survey: Survey | None, confined: Confinement) -> list[Finding]:
-    """:param pair: what two agents got; None where there is no NIXL to try.  :param confined: what may hold CMA back."""
+    """One finding.
+
+    :param pair: what two agents got; None where there is no NIXL to try.
+    :param confined: what may hold CMA back.
+    """
     if pair is None or survey is None:
         return [unknown(CHECK, "no transport was tried: there is no NIXL")]
     if pair.failure:
@@ -36,7 +40,9 @@ def judge(pair: Pair | None, survey: Survey | None, confined: Confinement) -> li
                 "Report it, with the output of kvxfer doctor --json.",
             )
         ]
-    rate = f"{pair.bytes / pair.seconds / 1e9:.1f} GB/s (best of a few reads of {pair.bytes // 2**20} MiB, bytes compared)"
+    rate = (
+        f"{pair.bytes / pair.seconds / 1e9:.1f} GB/s (best of a few reads of {pair.bytes // 2**20} MiB, bytes compared)"
+    )
     if not pair.paths:
         return [unknown(CHECK, f"two agents on this host read at {rate}; UCX does not say over which transport")]
     path = pair.paths[-1]

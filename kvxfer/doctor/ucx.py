@@ -70,7 +70,7 @@ def _transports(ucx: Mapping[str, str], survey: Survey | None) -> Iterator[Findi
         yield error(
             CHECK,
             f"UCX_TLS={tls} leaves no transport that connects agents and notices when one is gone",
-            f"NIXL cannot create its UCX backend, and the sidecar does not start.  Here it could use {', '.join(usable)}.",
+            f"NIXL cannot create its UCX backend, and the sidecar does not start.  It could use {', '.join(usable)}.",
             "Unset UCX_TLS, or add tcp to it (shared memory and CMA alone are not enough).",
         )
     elif not allows(tls, "cma"):
@@ -124,7 +124,7 @@ def _ports(ucx: Mapping[str, str]) -> Iterator[Finding]:
         yield warning(
             CHECK,
             f"UCX_TCP_PORT_RANGE={value} has {int(m[2]) - int(m[1]) + 1} ports",
-            "An agent takes one on each interface, a sidecar has several agents, and one that finds no free port hangs.",
+            "An agent takes one on each interface, a sidecar has several agents, and one that finds none hangs.",
             "Make it wide: UCX_TCP_PORT_RANGE=31000-31999.",
         )
 

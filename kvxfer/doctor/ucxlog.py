@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from typing import Final
 
 _HEAD: Final = re.compile(r"^\[[\d.]+\] \[[^\]]*\]\s*(?:\S+\.c:\d+\s+UCX\s+(WARN|ERROR)\s+)?(.*)$")
-_UNAVAILABLE: Final = re.compile(r"(network device|transport) '([^']*)' is not available, please use one or more of: (.*)")
+_UNAVAILABLE: Final = re.compile(
+    r"(network device|transport) '([^']*)' is not available, please use one or more of: (.*)"
+)
 _UNUSED: Final = re.compile(r"(UCX_\w+)(?: \(maybe: ([^?)]*)\?\))?")
 _DEVICE: Final = re.compile(r"'([^']+)'\(([^)]*)\)")
 _LANE: Final = re.compile(r"\b([a-z]\w*)/([\w.:-]+)")
@@ -62,7 +64,7 @@ def devices(log: str) -> dict[str, str] | None:
     """Network device -> its transports, of all that UCX can use; None where the log does not say."""
     for _, text in _messages(log):
         if (m := _UNAVAILABLE.match(text)) and m[1] == "network device":
-            return {name: transports for name, transports in _DEVICE.findall(m[3])}
+            return dict(_DEVICE.findall(m[3]))
     return None
 
 

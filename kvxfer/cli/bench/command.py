@@ -47,9 +47,7 @@ def bench(
     from kvxfer.cli.bench import case as cases
 
     if order not in _ORDERS:
-        raise KvxferError(
-            Reason.FIELD_INVALID, f"--order is {order!r}; allowed: {', '.join(_ORDERS)}", field="order"
-        )
+        raise KvxferError(Reason.FIELD_INVALID, f"--order is {order!r}; allowed: {', '.join(_ORDERS)}", field="order")
     case = cases.Case.of(cases.size(size, "size"), cases.size(block, "block"), order == "scrambled")
     try:
         outcome = _run(case, rounds, timeout, as_json)

@@ -42,9 +42,7 @@ def _with_settings_of_serve(command: Callable[..., None]) -> Callable[..., None]
 
 @_with_settings_of_serve
 def doctor(
-    peer: Annotated[
-        str, typer.Option(help="host:port of another sidecar's peer listener.", show_default=False)
-    ] = "",
+    peer: Annotated[str, typer.Option(help="host:port of another sidecar's peer listener.", show_default=False)] = "",
     engine_pid: Annotated[
         int | None, typer.Option(min=1, help="Process of the engine, to compare namespaces with.", show_default=False)
     ] = None,
