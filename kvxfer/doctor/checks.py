@@ -25,11 +25,12 @@ from kvxfer.doctor import (
     transport,
     ucx,
 )
-from kvxfer.doctor.findings import Finding, error, ok, unknown
+from kvxfer.doctor.findings import Finding, error, ok, unknown, warning
 from kvxfer.tls import TlsFiles
 from kvxfer.wire.fields import split_address
 
 SETTINGS: Final = "settings"
+_EVERYWHERE: Final = ("0.0.0.0", "::", "[::]")
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,15 @@ class Examination:
         """Would ``kvxfer serve`` take them?"""
         for problem in self._asked.problems:
             yield error(SETTINGS, problem, "kvxfer serve refuses to start.", "Correct the setting.")
-        if not self._asked.problems:
+        settings = self._asked.settings
+        if settings.peer_host in _EVERYWHERE and not settings.advertise:
+            yield warning(
+                SETTINGS,
+                f"peer_host is {settings.peer_host} and advertise is not set",
+                f"Engines are told {settings.peer_host} as their sidecar's address, and peers cannot call that.",
+                "Set advertise to the host:port under which peers reach this sidecar.",
+            )
+        elif not self._asked.problems:
             yield ok(SETTINGS, "kvxfer serve takes these settings")
 
     def check_library(self) -> Iterator[Finding]:
@@ -129,16 +138,23 @@ class Examination:
         for name in type(settings).model_fields:
             if name.endswith("_port"):
                 host = getattr(settings, f"{name.removesuffix('_port')}_host", settings.peer_host)
-                yield ports.judge_port(ports.look_at_port(name, host, getattr(settings, name)))
+                port = getattr(settings, name)
+                if port is not None:
+                    yield ports.judge_port(ports.look_at_port(name, host, port))
         yield ports.judge_socket(ports.look_at_socket(settings.engine_socket))
 
     def check_tls(self) -> Iterator[Finding]:
         """Certificates."""
-        if self._tls is None:
-            yield ok(certificates.CHECK, "no TLS files are set: the peer port is plaintext")
-            return
         settings = self._asked.settings
-        advertised = split_address(settings.advertise)[0] if settings.advertise else ""
+        if self._tls is None:
+            if any((settings.peer_tls_cert, settings.peer_tls_key, settings.peer_tls_ca)):
+                yield unknown(certificates.CHECK, "not all of certificate, key and CA are set")
+            else:
+                yield ok(certificates.CHECK, "no TLS files are set: the peer port is plaintext")
+            return
+        advertised = split_address(settings.advertise)[0] if settings.advertise else settings.peer_host
+        if advertised in _EVERYWHERE:
+            advertised = ""
         yield from certificates.judge(
             certificates.look(self._tls), time.time(), settings.peer_server_name or advertised
         )

@@ -7,14 +7,14 @@ import os
 import socket
 import ssl
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from kvxfer.core.errors import KvxferError
-from kvxfer.doctor.findings import Finding, error, ok
+from kvxfer.doctor.findings import Finding, Status, error, ok
 from kvxfer.doctor.network import Interface
 from kvxfer.tls import PeerTls, TlsFiles
 from kvxfer.wire.fields import split_address
@@ -164,10 +164,12 @@ def judge(peer: Peer, files: TlsFiles | None, interfaces: Sequence[Interface]) -
                 "Check the name, and this machine's or container's DNS (in Kubernetes: a headless service).",
             )
         ]
-    findings = [_of(attempt, peer.target) for attempt in peer.attempts if attempt.problem]
     reached = next((attempt for attempt in peer.attempts if not attempt.problem), None)
     if reached is None:
-        return findings
+        return [_of(attempt, peer.target) for attempt in peer.attempts]
+    # gRPC goes on to the next address: at once where one refuses (localhost is two), after a while where none answers.
+    slow = (attempt for attempt in peer.attempts if attempt.problem not in ("", "ECONNREFUSED"))
+    findings = [replace(_of(attempt, peer.target), status=Status.WARNING) for attempt in slow]
     through = next((i.name for i in interfaces if reached.local in i.addresses), "an interface that is not known")
     what = f"{peer.target} ({reached.address}) is reached from {reached.local} ({through})"
     if peer.speaks == "plaintext" and files is not None:

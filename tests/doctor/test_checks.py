@@ -47,6 +47,10 @@ def test_problems_of_the_settings() -> None:
     (found,) = examine("settings", problems=("peer_port: bad",))
     assert (found.status, found.what) == (Status.ERROR, "peer_port: bad")
     assert examine("settings")[0].status is Status.OK
+    (found,) = examine("settings", settings=Settings(peer_host="0.0.0.0", insecure_peer=True))
+    assert found.status is Status.WARNING
+    named = Settings(peer_host="0.0.0.0", insecure_peer=True, advertise="p.example:9000")
+    assert examine("settings", settings=named)[0].status is Status.OK
 
 
 def test_every_port_among_the_settings_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,6 +76,7 @@ def test_the_name_that_the_certificate_must_carry(tmp_path: Path) -> None:
     for flags, named in (
         ({"advertise": "q.example:9000"}, "q.example"),
         ({"advertise": "q.example:9000", "peer_server_name": "r.example"}, "r.example"),
+        ({"peer_host": "10.0.0.1"}, "10.0.0.1"),
     ):
         found = examine("tls", settings=Settings(**files, **flags))  # type: ignore[arg-type]
         assert any(f"does not name {named}" in f.what for f in found)

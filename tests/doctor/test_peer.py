@@ -152,5 +152,10 @@ def test_judged(seen: Peer, files: TlsFiles | None, says: str) -> None:
 def test_one_address_of_several() -> None:
     seen = Peer("p:1", "", (Attempt("fd00::2", problem="ETIMEDOUT"), *REACHED), "plaintext", "", "NOT_SERVING")
     told = peer.judge(seen, None, [Interface("eth0", True, True, False, ("10.0.0.1",))])
-    assert [t.status for t in told] == [Status.ERROR, Status.OK]
+    assert [t.status for t in told] == [Status.WARNING, Status.OK]
     assert "from 10.0.0.1 (eth0): NOT_SERVING" in told[1].what
+
+
+def test_localhost_is_two_addresses() -> None:
+    seen = Peer("localhost:1", "", (Attempt("::1", problem="ECONNREFUSED"), *REACHED), "plaintext", "", "SERVING")
+    assert [t.status for t in peer.judge(seen, None, [])] == [Status.OK]
