@@ -175,8 +175,10 @@ class Examination:
 
     def check_gpu(self) -> Iterator[Finding]:
         """GPUs."""
-        survey = self._probed[0]
-        yield from gpu.judge(gpu.look(), self._locking.rdma, survey.shipped if survey is not None else ())
+        seen = gpu.look()
+        survey = self._probed[0] if seen.present else None
+        modules = survey.shipped if survey is not None and not survey.failure else None
+        yield from gpu.judge(seen, self._locking.rdma, modules)
 
 
 #: Every check, in the order in which they are told.

@@ -32,6 +32,11 @@ class Gpu:
     peermem: bool = False
     kernel: tuple[int, int] = (0, 0)
 
+    @property
+    def present(self) -> bool:
+        """Whether there is any sign of a GPU."""
+        return bool(self.driver) or self.tool or self.devices > 0
+
 
 def look() -> Gpu:
     """Look at /proc, /sys and /dev; nothing of CUDA is loaded."""
@@ -46,9 +51,12 @@ def look() -> Gpu:
     return Gpu(driver, shutil.which("nvidia-smi") is not None, devices, peermem, kernel)
 
 
-def judge(gpu: Gpu, rdma: Sequence[str], modules: Sequence[str]) -> list[Finding]:
-    """:param rdma: RDMA devices of this machine.  :param modules: UCX modules that lie beside those loaded."""
-    if not gpu.driver and not gpu.tool and not gpu.devices:
+def judge(gpu: Gpu, rdma: Sequence[str], modules: Sequence[str] | None) -> list[Finding]:
+    """:param rdma: RDMA devices of this machine.
+
+    :param modules: UCX modules that lie beside those loaded; None where there is no UCX to ask.
+    """
+    if not gpu.present:
         return [ok(CHECK, "no NVIDIA GPU: caches lie in the memory of the host")]
     findings = []
     if not gpu.driver or not gpu.devices:
@@ -63,7 +71,7 @@ def judge(gpu: Gpu, rdma: Sequence[str], modules: Sequence[str]) -> list[Finding
         )
     else:
         findings.append(ok(CHECK, f"{gpu.devices} GPUs; {gpu.driver}"))
-    if "cuda" not in modules:
+    if modules is not None and "cuda" not in modules:
         findings.append(
             warning(
                 CHECK,

@@ -8,7 +8,7 @@ import socket
 import ssl
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Any, Final
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -141,7 +141,8 @@ def _ask(target: str, files: TlsFiles | None, server_name: str, timeout: float, 
     channel = grpc.secure_channel(where, credentials, options) if credentials else grpc.insecure_channel(where, options)
     with channel:
         try:
-            answer = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=timeout)
+            stub: Any = health_pb2_grpc.HealthStub(channel)  # its stubs have no methods
+            answer = stub.Check(health_pb2.HealthCheckRequest(), timeout=timeout)
         except grpc.RpcError as problem:
             return "", f"{problem.code().name}: {problem.details()}"
     return health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status), ""

@@ -53,7 +53,7 @@ def judge(environment: Mapping[str, str], survey: Survey | None, pair: Pair | No
     known = survey if survey is not None and not survey.failure else None
     findings = [*_transports(ucx, known), *_devices(ucx, known), *_changed(ucx), *_ports(ucx)]
     if pair is not None:
-        findings += _said(pair)
+        findings += _said(pair, ucx)
     elif ucx:
         findings.append(unknown(CHECK, "whether UCX knows all of the UCX_ variables: there is no UCX to ask"))
     told = ", ".join(f"{name}={value}" for name, value in sorted(ucx.items())) or "none: kvxfer's defaults apply"
@@ -129,8 +129,10 @@ def _ports(ucx: Mapping[str, str]) -> Iterator[Finding]:
         )
 
 
-def _said(pair: Pair) -> Iterator[Finding]:
-    for name, meant in pair.unused.items():
+def _said(pair: Pair, ucx: Mapping[str, str]) -> Iterator[Finding]:
+    # Without TCP, UCX does not know its variables either, and those may be kvxfer's own.
+    mine = {name: meant for name, meant in pair.unused.items() if name in ucx}
+    for name, meant in mine.items():
         yield warning(
             CHECK,
             f"UCX does not know {name}",

@@ -12,7 +12,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from kvxfer.cli.main import app
 from tests.chaos.namespaces import Network, why_not
 from tests.chaos.namespaces import run as shell
 from tests.support.certificates import Authority, Identity, write
@@ -36,22 +38,12 @@ def test_small_shared_memory() -> None:
     assert "medium: Memory" in found["todo"]
 
 
-def test_a_memory_directory_that_is_not_there(tmp_path: Path) -> None:
-    told = doctor("--only", "memory", "--memory-directory", str(tmp_path / "none"), "--set", "allow_posix_shm=false")
+def test_warnings_fail_only_if_asked(tmp_path: Path) -> None:
+    memory = ("--only", "memory", "--memory-directory", str(tmp_path / "none"), "--set", "allow_posix_shm=false")
+    told = doctor(*memory)
     assert f"there is no directory {tmp_path / 'none'}" in told.only("warning")["what"]
     assert told.status == 0
-    strict = doctor(
-        *(
-            "--only",
-            "memory",
-            "--memory-directory",
-            str(tmp_path / "none"),
-            "--set",
-            "allow_posix_shm=false",
-            "--strict",
-        )
-    )
-    assert strict.status == 1
+    assert doctor(*memory, "--strict").status == 1
 
 
 @root
@@ -64,8 +56,6 @@ def test_low_memlock_as_another_user() -> None:
     assert found["what"].startswith(f"uid 1000 may lock {DEFAULT_MEMLOCK:,} bytes of memory")
     assert "failed with ENOMEM" in found["what"]
     assert "LimitMEMLOCK" in found["todo"]
-    free = doctor("--only", "memlock", "--as-uid", "1000", prefix=("prlimit", "--memlock=unlimited"))
-    assert free.bad() == []
 
 
 @root
@@ -188,7 +178,7 @@ def test_ucx_settings_that_disable_what_is_needed() -> None:
     assert len(told) == 4, told
     assert any(w.startswith("two agents on this host read over tcp/") and "software emulation" in w for w in told)
     assert "UCX_TLS=tcp leaves CMA out" in told
-    assert told["UCX does not know UCX_TCP_KEEPIDL"]["todo"] == "Did you mean UCX_TCP_KEEPIDLE?"
+    assert told["UCX does not know UCX_TCP_KEEPIDL"]["todo"].startswith("Did you mean UCX_TCP_KEEPIDLE")
     assert "UCX_TCP_USER_TIMEOUT=60s replaces kvxfer's default, 3s" in told
 
 
@@ -229,11 +219,6 @@ def test_without_nixl_and_torch(tmp_path: Path) -> None:
     assert unknown == {"transport", "network"}
 
 
-def test_settings_that_serve_would_refuse_are_findings() -> None:
-    told = doctor("--only", "settings", "--peer-host", "0.0.0.0")
-    assert "not loopback, and the peer listener is plaintext" in told.only("error")["what"]
-
-
 @pytest.mark.parametrize(
     "arguments, says",
     [
@@ -247,8 +232,8 @@ def test_settings_that_serve_would_refuse_are_findings() -> None:
     ],
 )
 def test_bad_usage(arguments: tuple[str, ...], says: str) -> None:
-    done = run(command(*arguments))
-    assert done.returncode == 2
+    done = CliRunner().invoke(app, ["doctor", *arguments])
+    assert done.exit_code == 2
     assert says in done.stderr
 
 
@@ -256,7 +241,8 @@ def test_plain_output_says_why_and_what_to_do() -> None:
     done = run(command("--only", "settings", "--only", "gpu", "--peer-host", "0.0.0.0"))
     assert done.returncode == 1
     lines = done.stdout.splitlines()
-    assert lines[0].startswith("error    settings    ")
+    # What serve would refuse is a finding, not bad usage.
+    assert lines[0].startswith("error    settings    settings: Value error, peer_host '0.0.0.0' is not loopback")
     assert lines[1].strip().startswith("why: ")
     assert lines[2].strip().startswith("do:  ")
     assert lines[-1].endswith("1 error")

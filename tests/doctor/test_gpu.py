@@ -15,7 +15,8 @@ CLOSED = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.82.07"
 @pytest.mark.parametrize(
     "found, rdma, modules, warned",
     [
-        (Gpu(), (), (), []),
+        (Gpu(), (), None, []),
+        (Gpu(OPEN, True, 8, False, (6, 1)), (), None, []),
         (Gpu(OPEN, True, 8, False, (6, 1)), ("mlx5_0",), ("cuda",), []),
         (Gpu(CLOSED, True, 8, True, (6, 1)), ("mlx5_0",), ("cuda",), []),
         (Gpu(CLOSED, True, 8, False, (6, 1)), (), ("cuda",), []),
@@ -25,7 +26,7 @@ CLOSED = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.82.07"
         (Gpu("", True, 0), (), ("cuda",), ["only partly here"]),
     ],
 )
-def test_judged(found: Gpu, rdma: tuple[str, ...], modules: tuple[str, ...], warned: list[str]) -> None:
+def test_judged(found: Gpu, rdma: tuple[str, ...], modules: tuple[str, ...] | None, warned: list[str]) -> None:
     told = [f.what for f in gpu.judge(found, rdma, modules) if f.status is not Status.OK]
     assert len(told) == len(warned)
     assert all(part in what for part, what in zip(warned, told, strict=True))

@@ -81,11 +81,11 @@ def test_without_a_survey_tls_is_judged_for_any_machine() -> None:
 
 def test_what_ucx_said() -> None:
     pair = Pair(
-        unused={"UCX_TLSS": "UCX_TLS", "UCX_X": ""},
+        unused={"UCX_TLSS": "UCX_TLS", "UCX_X": "", "UCX_TCP_KEEPIDLE": ""},
         unavailable=(("transport", "rcc"), ("network device", "x0")),
         problems=("Invalid value for RX_SEG_SIZE: 'abc'", "another"),
     )
-    found = bad({}, SURVEY, pair)
+    found = bad({"UCX_TLSS": "tcp", "UCX_X": "1"}, SURVEY, pair)
     assert [(f.status, f.what, f.todo) for f in found] == [
         (Status.WARNING, "UCX does not know UCX_TLSS", "Did you mean UCX_TLS?"),
         (Status.WARNING, "UCX does not know UCX_X", "Unset UCX_X."),

@@ -48,6 +48,7 @@ def doctor(*arguments: str, prefix: Sequence[str] = (), environment: Mapping[str
     line = [*prefix, *command("--json", *arguments)]
     done = run(line, environment)
     assert done.returncode in (0, 1), done.stdout + done.stderr
+    assert done.stdout, done.stderr
     told = json.loads(done.stdout)
     assert told["ok"] is (done.returncode == 0)
     for finding in told["findings"]:

@@ -150,9 +150,6 @@ async def run(case: Case, memory: Path, logs: Path, rounds: int, timeout: float,
     :param timeout: how long any step may take, seconds.
     """
     with contextlib.ExitStack() as stack:
-        sides = []
-        for name in ("P", "D"):
-            sides.append(Side(name, case, logs, memory))
-            stack.callback(sides[-1].close)
+        p, d = (stack.enter_context(contextlib.closing(Side(name, case, logs, memory))) for name in ("P", "D"))
         async with Children(logs, timeout) as children:
-            return await Bench(case, children, timeout * 0.8).run(*sides, memory, rounds, step)
+            return await Bench(case, children, timeout * 0.8).run(p, d, memory, rounds, step)
