@@ -56,15 +56,14 @@ def bench(place: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.nixl
-@pytest.mark.parametrize("order", ["scrambled", "contiguous"])
-def test_it_measures_and_verifies(place: Path, order: str) -> None:
-    done = bench(place, *SMALL, "--order", order, "--json")
+def test_it_measures_and_verifies(place: Path) -> None:
+    done = bench(place, *SMALL, "--order", "contiguous", "--json")
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     told: dict[str, Any] = json.loads(done.stdout)
     assert told["ok"] is True
     assert (told["bytes"], told["block"], told["descriptors"], told["rounds"]) == (4 << 20, 64 << 10, 64, 3)
-    assert told["order"] == order
+    assert told["order"] == "contiguous"
     assert told["verified_rounds"] == [0, 2]
     assert told["wrong_blocks"] == 0
     seconds = told["seconds"]
