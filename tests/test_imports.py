@@ -64,6 +64,7 @@ LAYERS: dict[str, Layer] = {
     "kvxfer.logs": Layer(theirs=("structlog",)),
     "kvxfer.tls": Layer(ours=("kvxfer.core",), theirs=("grpc", "structlog")),
     "kvxfer.config": Layer(ours=COMPOSITION, theirs=("pydantic", "pydantic_settings", "tomli")),
+    "kvxfer.doctor": Layer(ours=COMPOSITION, theirs=(*GRPC, "numpy")),
     "kvxfer.sidecar": Layer(ours=COMPOSITION, theirs=(*GRPC, "numpy", "structlog", "uvloop")),
     "kvxfer.cli": Layer(
         ours=("kvxfer", "kvxfer_client"),

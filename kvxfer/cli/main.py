@@ -7,7 +7,7 @@ import sys
 import typer
 
 from kvxfer import __version__
-from kvxfer.cli import demo, serve
+from kvxfer.cli import bench, demo, doctor, serve
 from kvxfer.core.errors import KvxferError
 
 app = typer.Typer(
@@ -19,6 +19,8 @@ app = typer.Typer(
 )
 app.command("serve")(serve.serve)
 app.command("demo")(demo.demo)
+app.command("bench")(bench.bench)
+app.command("doctor")(doctor.doctor)
 
 
 def _version(wanted: bool) -> None:

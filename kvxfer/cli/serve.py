@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from kvxfer.cli.settings import flags, problems
 from kvxfer.core.errors import KvxferError, Reason
 
 
@@ -60,7 +61,7 @@ def serve(
 
     from kvxfer.config import Settings
 
-    flags: dict[str, Any] = {
+    options: dict[str, Any] = {
         "engine_socket": engine_socket,
         "peer_host": peer_host,
         "peer_port": peer_port,
@@ -69,22 +70,15 @@ def serve(
         "peer_tls_cert": peer_tls_cert,
         "peer_tls_key": peer_tls_key,
         "peer_tls_ca": peer_tls_ca,
-        "peer_allowed_sans": tuple(peer_allowed_san) if peer_allowed_san else None,
-        "memory_directories": tuple(memory_directory) if memory_directory else None,
+        "peer_allowed_san": peer_allowed_san,
+        "memory_directory": memory_directory,
         "log_level": log_level,
         "log_format": log_format,
     }
-    flags = {name: value for name, value in flags.items() if value is not None}
-    for pair in setting or []:
-        name, separator, value = pair.partition("=")
-        if not separator:
-            raise KvxferError(Reason.FIELD_INVALID, f"--set takes name=value, not {pair!r}", field="set")
-        flags[name] = value
     try:
-        settings = Settings.load(config, **flags)
+        settings = Settings.load(config, **flags(options, setting or []))
     except ValidationError as error:
-        problems = "; ".join(f"{'.'.join(map(str, e['loc'])) or 'settings'}: {e['msg']}" for e in error.errors())
-        raise KvxferError(Reason.FIELD_INVALID, problems) from error
+        raise KvxferError(Reason.FIELD_INVALID, "; ".join(problems(error))) from error
     except FileNotFoundError as error:
         raise KvxferError(Reason.FIELD_INVALID, str(error), field="config") from error
     if print_settings:

@@ -1,0 +1,28 @@
+"""From options to settings."""
+
+from __future__ import annotations
+
+import pytest
+from pydantic import ValidationError
+
+from kvxfer.cli.settings import flags, problems
+from kvxfer.config import Settings
+from kvxfer.core.errors import KvxferError
+
+
+def test_options_that_were_given() -> None:
+    options = {"peer_port": 0, "peer_host": None, "memory_directory": ["/a", "/b"], "peer_allowed_san": []}
+    assert flags(options, ["lanes=3", "advertise=a=b"]) == {
+        "peer_port": 0,
+        "memory_directories": ("/a", "/b"),
+        "lanes": "3",
+        "advertise": "a=b",
+    }
+    with pytest.raises(KvxferError, match="--set takes name=value, not 'lanes'"):
+        flags({}, ["lanes"])
+
+
+def test_problems_name_the_setting() -> None:
+    with pytest.raises(ValidationError) as caught:
+        Settings(peer_port=-1, lanes=0)
+    assert [text.split(":")[0] for text in problems(caught.value)] == ["peer_port", "lanes"]
