@@ -9,9 +9,10 @@ import grp
 import ipaddress
 import os
 import re
+import socket
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict, TomlConfigSettingsSource
@@ -20,7 +21,7 @@ from kvxfer.core.errors import KvxferError
 from kvxfer.memory.policy import DEFAULT_DIRECTORY, MemoryPolicy
 from kvxfer.service.settings import ServiceSettings
 from kvxfer.tls import TlsFiles
-from kvxfer.wire.fields import address
+from kvxfer.wire.fields import address, split_address
 
 #: 200,000 packed block IDs on each side are about 1 MiB; layouts of the largest models a few.
 MESSAGE_LIMIT = 16 * 1024 * 1024
@@ -212,6 +213,12 @@ class Settings(BaseSettings):
             raise ValueError(f"TLS needs certificate, key and CA: {' and '.join(missing)} is not set")
         return TlsFiles(*files.values())
 
+    def advertised_host(self) -> str:
+        """The host, by name or address, under which peers are told to call: also where every address is listened at."""
+        if self.advertise:
+            return split_address(self.advertise)[0]
+        return socket.gethostname() if self.peer_host in EVERY_ADDRESS else self.peer_host.strip("[]")
+
     def memory_policy(self) -> MemoryPolicy:
         """What memory may be mapped."""
         policy = MemoryPolicy(
@@ -256,6 +263,10 @@ class Settings(BaseSettings):
 
         loaded: Settings = FromFile(**flags)
         return loaded
+
+
+#: Hosts that stand for every address of this machine, and so for none that a peer can call.
+EVERY_ADDRESS: Final = ("0.0.0.0", "::", "[::]")
 
 
 def is_loopback(host: str) -> bool:

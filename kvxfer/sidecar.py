@@ -218,9 +218,7 @@ class Sidecar:
     def _advertised(self, port: int) -> str:
         if self.settings.advertise:
             return self.settings.advertise
-        host = self.settings.peer_host
-        if host in ("0.0.0.0", "::", "[::]"):  # compared, not bound
-            host = socket.gethostname()
+        host = self.settings.advertised_host()
         return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
     def _bind_engine(self, server: grpc.aio.Server) -> None:

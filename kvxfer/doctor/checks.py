@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Final
 
-from kvxfer.config import Settings
+from kvxfer.config import EVERY_ADDRESS, Settings
 from kvxfer.core.errors import KvxferError
 from kvxfer.doctor import (
     certificates,
@@ -27,10 +27,8 @@ from kvxfer.doctor import (
 )
 from kvxfer.doctor.findings import Finding, error, ok, unknown, warning
 from kvxfer.tls import TlsFiles
-from kvxfer.wire.fields import split_address
 
 SETTINGS: Final = "settings"
-_EVERYWHERE: Final = ("0.0.0.0", "::", "[::]")
 
 
 @dataclass(frozen=True)
@@ -86,11 +84,11 @@ class Examination:
         for problem in self._asked.problems:
             yield error(SETTINGS, problem, "kvxfer serve refuses to start.", "Correct the setting.")
         settings = self._asked.settings
-        if settings.peer_host in _EVERYWHERE and not settings.advertise:
+        if settings.peer_host in EVERY_ADDRESS and not settings.advertise:
             yield warning(
                 SETTINGS,
                 f"peer_host is {settings.peer_host} and advertise is not set",
-                f"Engines are told {settings.peer_host} as their sidecar's address, and peers cannot call that.",
+                f"Peers are told to call {settings.advertised_host()}, this machine's own name, which they may not know.",
                 "Set advertise to the host:port under which peers reach this sidecar.",
             )
         elif not self._asked.problems:
@@ -152,12 +150,8 @@ class Examination:
             else:
                 yield ok(certificates.CHECK, "no TLS files are set: the peer port is plaintext")
             return
-        advertised = split_address(settings.advertise)[0] if settings.advertise else settings.peer_host
-        if advertised in _EVERYWHERE:
-            advertised = ""
-        yield from certificates.judge(
-            certificates.look(self._tls), time.time(), settings.peer_server_name or advertised
-        )
+        name = settings.peer_server_name or settings.advertised_host()
+        yield from certificates.judge(certificates.look(self._tls), time.time(), name)
 
     def check_peer(self) -> Iterator[Finding]:
         """Another sidecar."""
