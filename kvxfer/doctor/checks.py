@@ -88,7 +88,7 @@ class Examination:
             yield warning(
                 SETTINGS,
                 f"peer_host is {settings.peer_host} and advertise is not set",
-                f"Peers are told to call {settings.advertised_host()}, this machine's own name, which they may not know.",
+                f"Peers are told to call {settings.advertised_host()}: the name of this host, which they may not know.",
                 "Set advertise to the host:port under which peers reach this sidecar.",
             )
         elif not self._asked.problems:
