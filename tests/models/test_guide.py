@@ -9,7 +9,7 @@ import pytest
 
 from kvxfer.models import EngineOptions, build, registry
 
-GUIDE = Path(__file__).resolve().parents[2] / "docs" / "guides" / "add-a-model.md"
+GUIDE = Path(__file__).resolve().parents[2] / "docs" / "how-to" / "add-a-model.md"
 
 
 def test_the_guide_runs(monkeypatch: pytest.MonkeyPatch) -> None:
