@@ -4,6 +4,7 @@ The source directory is the whole repository, of which only the pages below are 
 to another is the same on a forge and on the site, also to and from proto/ and clients/.
 """
 
+import logging
 import re
 import sys
 from pathlib import Path
@@ -29,8 +30,10 @@ source_suffix = {".md": "markdown"}
 # As forges make them.
 myst_heading_anchors = 4
 
-# A page of deploy/ may come or go; snippets of code may be cut short.
-suppress_warnings = ["toc.empty_glob", "misc.highlighting_failure"]
+# Snippets of code may be cut short.
+suppress_warnings = ["misc.highlighting_failure"]
+# A folder of pages may be empty.  This warning has a subtype, but no type to suppress it by.
+logging.getLogger("sphinx.sphinx.directives.other").addFilter(lambda r: getattr(r, "subtype", "") != "empty_glob")
 
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"

@@ -31,7 +31,8 @@ ticket = make_ticket(
     engine_id="p", compatibility_key="k", ranks=ranks, request_id="r", blocks=blocks, num_tokens=100,
     lease_token=new_lease_token(), ttl=60,
 )
-assert ticket_from_string(ticket_to_string(ticket)) == ticket
+text = ticket_to_string(ticket)
+assert ticket_to_string(ticket_from_string(text)) == text
 import sys
 assert not {"nixl", "nixl_cu12", "nixl_cu13", "torch"} & set(sys.modules)
 print("used", __import__("kvxfer_client").__file__)
