@@ -45,9 +45,9 @@ def pages() -> dict[str, str]:
     """A page for each file: ``grpc-transfer``, ``grpc-peer``, ``grpc-layout``."""
     found = files()
     homes = {
-        f".{PACKAGE}.{thing.name}": f"grpc-{stem}.md#{thing.name.lower()}"
+        f".{PACKAGE}.{name}": f"grpc-{stem}.md#{name.lower()}"
         for stem, file in found.items()
-        for thing in (*file.message_type, *file.enum_type)
+        for name in (*(m.name for m in file.message_type), *(e.name for e in file.enum_type))
     }
     return {f"grpc-{stem}": _page(file, homes) for stem, file in found.items()}
 
