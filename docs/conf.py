@@ -7,7 +7,9 @@ to another is the same on a forge and on the site, also to and from proto/ and c
 import logging
 import re
 import sys
+from inspect import Signature
 from pathlib import Path
+from typing import Any
 
 from sphinx.application import Sphinx
 
@@ -57,6 +59,14 @@ def _generate(app: Sphinx, docname: str, source: list[str]) -> None:
     source[0] = _MARK.sub(lambda mark: parts[mark[1]], source[0])
 
 
+def _returned(
+    app: Sphinx, what: str, name: str, thing: Any, options: Any, signature: str, returned: str
+) -> tuple[str, str] | None:
+    """What a client's method returns, which its own signature tells and the function that it wraps does not."""
+    told = getattr(thing, "__dict__", {}).get("__signature__")
+    return (signature, told.return_annotation) if isinstance(told, Signature) else None
+
+
 def _enter(app: Sphinx, failure: Exception | None) -> None:
     """The site's root leads to its first page."""
     if failure is None and app.builder.format == "html":
@@ -67,5 +77,6 @@ def _enter(app: Sphinx, failure: Exception | None) -> None:
 
 def setup(app: Sphinx) -> dict[str, bool]:
     app.connect("source-read", _generate)
+    app.connect("autodoc-process-signature", _returned)
     app.connect("build-finished", _enter)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

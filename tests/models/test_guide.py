@@ -30,3 +30,10 @@ def test_the_guide_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     }
     layout = build(config, EngineOptions(tp_size=2))
     assert [(g.name, len(g.views)) for g in layout.groups] == [("mamba2.0", 2), ("mamba2.1", 2), ("attention", 2)]
+
+
+def test_a_plan_can_be_looked_at_as_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    page = GUIDE.with_name("debug-a-wrong-plan.md")
+    (block,) = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+    exec(compile(block, str(page), "exec"), {})  # noqa: S102
+    assert capsys.readouterr().out.startswith("plan of D rank tp1: 1 source rank(s)\n")
