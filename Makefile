@@ -31,7 +31,7 @@ DEV_READY := $(VENV)/.ready-dev
 PROTO_READY := $(PROTO_VENV)/.ready
 PACKAGE_FILES := pyproject.toml constraints.txt
 
-.PHONY: help setup demo test lint format types proto proto-check pytest bench clean
+.PHONY: help setup demo test lint format types proto proto-check proto-baseline pytest docs wheel bench clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/\1\t\2/' | while IFS=$$'\t' read -r target what; do printf '  make %-12s %s\n' "$$target" "$$what"; done
@@ -47,11 +47,12 @@ pytest: $(DEV_READY) ## the tests alone (PYTEST_ARGS="...", HYPOTHESIS_PROFILE=d
 	$(PYTEST) -m 'not nixl' -n $(JOBS) $(PYTEST_ARGS) || $(NOTHING_SELECTED)
 	$(PYTEST) -m nixl $(PYTEST_ARGS) || $(NOTHING_SELECTED)
 
-lint: $(DEV_READY) ## ruff and buf: style and format, nothing is changed
+lint: $(DEV_READY) ## ruff and buf: style, format, breaking changes; nothing is changed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/buf lint
 	$(BIN)/buf format --diff --exit-code
+	$(BIN)/buf breaking --against proto/baseline.txtpb
 
 format: $(DEV_READY) ## rewrite sources and protos in the house format
 	$(BIN)/ruff check --fix .
@@ -66,6 +67,15 @@ proto: $(PROTO_READY) ## regenerate kvxfer/pb from proto/
 
 proto-check: $(PROTO_READY) ## fail if kvxfer/pb is not what proto/ generates
 	$(PROTO_VENV)/bin/python scripts/gen_proto.py --check
+
+proto-baseline: $(DEV_READY) ## at a release: the contract is from now on what proto/ says (docs/versioning.md)
+	$(BIN)/buf build --exclude-source-info --output proto/baseline.txtpb
+
+docs: $(DEV_READY) ## the documentation as a site, in build/docs; warnings and broken links are errors
+	$(BIN)/sphinx-build --fail-on-warning --keep-going --quiet --conf-dir docs . build/docs
+
+wheel: $(DEV_READY) ## the distribution, in dist
+	$(BIN)/python -m hatchling build --target wheel --target sdist
 
 bench: $(RUN_READY) ## ReadBlocks against a raw NIXL READ (ARGS="..." are passed on)
 	$(BIN)/python benchmarks/read_blocks.py $(ARGS)

@@ -91,7 +91,8 @@ def _load() -> Any:
     try:
         return importlib.import_module("nixl._api")
     except ImportError as missing:
-        raise KvxferError(Reason.UNSUPPORTED, "NIXL is not installed", detail=missing) from None
+        what = "NIXL is not installed; pip install 'kvxfer[nixl]' brings it"
+        raise KvxferError(Reason.UNSUPPORTED, what, detail=missing) from None
 
 
 def preload() -> None:

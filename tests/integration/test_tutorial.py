@@ -1,0 +1,40 @@
+"""The engines of docs/tutorials/from-the-demo-to-two-machines.md, as it prints and starts them."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.support import console
+from tests.support.console import ROOT
+
+PAGE = ROOT / "docs" / "tutorials" / "from-the-demo-to-two-machines.md"
+MARK = "run by tests/integration/test_tutorial.py"
+COMMANDS = [c.text for c in console.commands(PAGE) if c.mark == MARK]
+TWO_MACHINES = [text for text in COMMANDS if "--advertise" in text]
+ONE_MACHINE = [text for text in COMMANDS if text not in TWO_MACHINES]
+PROGRAMS = dict(re.findall(r"^`(\w+\.py)`:\n\n```python\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL))
+
+
+def on_two_machines() -> list[str]:
+    """The commands of one machine, with the sidecars of two."""
+    sidecars = iter(TWO_MACHINES)
+    return [next(sidecars) if text.startswith("kvxfer serve ") else text for text in ONE_MACHINE]
+
+
+def test_the_tutorial_has_two_sidecars_each_time() -> None:
+    assert set(PROGRAMS) == {"cache.py", "prefill.py", "decode.py"}
+    assert len(TWO_MACHINES) == 2
+    assert sum(text.startswith("kvxfer serve ") for text in ONE_MACHINE) == 2
+
+
+@pytest.mark.parametrize("commands", [ONE_MACHINE, on_two_machines()], ids=["one machine", "two machines"])
+def test_the_engines_of_the_tutorial(commands: list[str], tmp_path: Path) -> None:
+    for name, text in PROGRAMS.items():
+        (tmp_path / name).write_text(text)
+    with console.places([*commands, "wait"], **{"p.example": "127.0.0.1", "d.example": "127.0.0.1"}) as texts:
+        output = "".join(console.run(texts, tmp_path))
+    for part in ("every byte is right", "1 source rank(s)", "request-1 was released: its blocks may be freed"):
+        assert part in output
