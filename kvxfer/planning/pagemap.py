@@ -118,7 +118,8 @@ def _view(pair: Pair, layout: CacheLayout, groups: Sequence[Group], view: View) 
         for begin, end in _merged(_starts(view.block_box(component), view.base), 0, size)
     ]
     spans = _with_padding(named, 0, size)
-    zoom = _zoom(view, spans)
+    lanes = tuple(_lanes(pair, group, view))
+    zoom = _zoom(view, spans, lanes)
     fine = _with_padding(list(_fine(view, *zoom)), *zoom) if zoom else ()
     if len(fine) < 2:
         zoom, fine = None, ()
@@ -135,7 +136,7 @@ def _view(pair: Pair, layout: CacheLayout, groups: Sequence[Group], view: View) 
         zoom=zoom,
         fine=fine,
         edges=tuple(k * view.kernel_stride for k in steps),
-        lanes=tuple(_lanes(pair, group, view)),
+        lanes=lanes,
     )
 
 
@@ -181,11 +182,11 @@ def _with_padding(spans: list[Span], begin: int, end: int) -> tuple[Span, ...]:
     return tuple(found)
 
 
-def _zoom(view: View, spans: Sequence[Span]) -> tuple[int, int] | None:
+def _zoom(view: View, spans: Sequence[Span], lanes: Sequence[Lane]) -> tuple[int, int] | None:
     """What deserves a closer look.
 
     State: the parts that are too small to be seen, if there are any.  Attention: one kernel block, or, where that is
-    the whole page, some tokens on both sides of where the second head begins.
+    the whole page, some tokens on both sides of where what a D rank takes ends, or of the first.
     """
     size = view.block_stride
     if not view.components[0].tokens:
@@ -198,12 +199,10 @@ def _zoom(view: View, spans: Sequence[Span]) -> tuple[int, int] | None:
         return 0, min(view.kernel_stride, size)
     component = view.components[0]
     run = _content(component)
-    token, unit = component.axis(AxisKind.TOKEN), component.axis(AxisKind.UNIT)
-    if token is None or unit is None:
-        return None
-    middle = component.offset + (unit.stride if unit.extent > 1 else 4 * token.stride)
+    ends = [spans[0][1] for spans in (lane.spans for lane in lanes) if spans and spans[0][1] < size]
+    middle = min(ends, default=component.offset + 4 * run)
     begin, end = max(0, middle - 4 * run), min(size, middle + 4 * run)
-    return (begin, end) if end - begin < size / 2 else None
+    return (begin, end) if end - begin <= size / 2 else None
 
 
 def _content(component: Component) -> int:

@@ -13,11 +13,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Final
 
 from kvxfer.core.layout import GroupKind
 from kvxfer.planning.engine import Engine, check_tokens
 from kvxfer.planning.pair import Pair
 from kvxfer.planning.report import padded_bytes
+
+
+#: More steps than this cannot be told apart in a plot.
+MAX_STEPS: Final = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,12 +82,12 @@ def _ranks(pair: Pair, tokens: int) -> Iterable[RankVolume]:
 def interesting_lengths(d: Engine, longest: int, points: int) -> list[int]:
     """Lengths to draw a curve through: evenly spaced, and both sides of every step where a block begins.
 
-    :param points: about how many; block ends are left out where there are more of them.
+    :param points: how many are evenly spaced; block ends are left out where there are more than :data:`MAX_STEPS`.
     """
     check_tokens(longest)
     chosen = {max(1, longest * i // points) for i in range(1, points + 1)} | {1}
     sizes = {g.block_tokens for layout in d.layouts.values() for g in layout.groups if g.kind is GroupKind.ATTENTION}
     for size in sizes:
-        if longest // size <= points:
+        if longest // size <= MAX_STEPS:
             chosen.update(edge for end in range(size, longest, size) for edge in (end, end + 1))
     return sorted(chosen)

@@ -12,10 +12,10 @@ from google.protobuf import json_format
 from typer.main import get_command
 from typer.testing import CliRunner
 
-from kvxfer.cli.plan import plan
-from kvxfer.cli.volume import volume
 from kvxfer.cli.main import app
+from kvxfer.cli.plan import plan
 from kvxfer.cli.plan.options import KNOBS, chosen
+from kvxfer.cli.volume import volume
 from kvxfer.core.layout import Rank
 from kvxfer.models import EngineOptions, build, example
 from kvxfer.wire.layouts import layout_to_pb

@@ -22,16 +22,14 @@ PAIR = ("--model", NANO, "--kv-dtype", "fp8", "--p-tp", "2", "--d-tp", "4")
 CASES: dict[str, tuple[str, int, int, dict[str, Any]]] = {
     "nano 2 to 4": (NANO, 2, 4, {"kv_dtype": "fp8"}),
     "super 4 to 4, bf16": (SUPER, 4, 4, {"logical_block_tokens": 4_224}),
-    "super 8 to 2": (SUPER, 8, 2, {}),
-    "qwen 2 to 1": (QWEN, 2, 1, {}),
+    "qwen 4 to 1": (QWEN, 4, 1, {}),
     "jamba 1 to 4": (JAMBA, 1, 4, {}),
     "nano, SD": (NANO, 2, 4, {"conv_layout": "SD"}),
     "nano, not pooled": (NANO, 2, 4, {"pooled": False}),
     "llama 2 to 8": (LLAMA, 2, 8, {}),
-    "llama 8 to 8": (LLAMA, 8, 8, {}),
+    "llama 16 to 16": (LLAMA, 16, 16, {}),
     "llama, NHD": (LLAMA, 1, 4, {"kv_layout": "NHD"}),
     "llama, regions": (LLAMA, 2, 4, {"kv_packing": "regions"}),
-    "nano, block": (NANO, 2, 4, {"kv_packing": "block"}),
     "deepseek 1 to 4": (DEEPSEEK, 1, 4, {}),
 }
 
@@ -55,7 +53,7 @@ def test_no_label_lies_on_another_or_outside(name: str) -> None:
     boxes = [(t.get_text(), t.get_window_extent(renderer)) for t in texts]
     width, height = canvas.get_width_height()
     for text, box in boxes:
-        assert 0 <= box.x0 and box.x1 <= width and 0 <= box.y0 and box.y1 <= height, f"{text!r} is cut off"
+        assert box.x0 >= 0 and box.x1 <= width and box.y0 >= 0 and box.y1 <= height, f"{text!r} is cut off"
     for i, (text, box) in enumerate(boxes):
         for other, theirs in boxes[i + 1 :]:
             across = min(box.x1, theirs.x1) - max(box.x0, theirs.x0)
@@ -64,7 +62,7 @@ def test_no_label_lies_on_another_or_outside(name: str) -> None:
 
 
 def labels(svg: Path) -> list[str]:
-    return re.findall(r"<!-- (.+?) -->", svg.read_text())
+    return re.findall(r">([^<]+)</text>", svg.read_text())
 
 
 def test_every_part_is_named(tmp_path: Path) -> None:
@@ -91,26 +89,28 @@ def test_every_part_is_named(tmp_path: Path) -> None:
         "1,069,056",
     ):
         assert text in found, text
-    assert svg.stat().st_size < 200_000
+    assert svg.stat().st_size < 100_000
 
 
-def test_the_same_pair_gives_the_same_file(tmp_path: Path) -> None:
-    for suffix in ("svg", "png"):
-        paths = [tmp_path / f"{i}.{suffix}" for i in range(2)]
-        for path in paths:
-            assert CliRunner().invoke(app, ["plan", *PAIR, "--picture", str(path)]).exit_code == 0
-        assert paths[0].read_bytes() == paths[1].read_bytes()
-    assert paths[0].read_bytes().startswith(b"\x89PNG")
+@pytest.mark.parametrize("suffix", ["svg", "png"])
+def test_the_same_pair_gives_the_same_file(tmp_path: Path, suffix: str) -> None:
+    paths = [tmp_path / f"{i}.{suffix}" for i in range(2)]
+    for path in paths:
+        assert CliRunner().invoke(app, ["plan", "--model", DEEPSEEK, "--picture", str(path)]).exit_code == 0
+    assert paths[0].read_bytes() == paths[1].read_bytes()
+    assert paths[0].read_bytes().startswith(b"\x89PNG") == (suffix == "png")
 
 
 def test_many_ranks_are_cut(tmp_path: Path) -> None:
-    figure = drawn("llama 8 to 8")
+    figure = drawn("llama 16 to 16")
     found = [t.get_text() for axes in figure.axes for t in axes.get_yticklabels()]
     assert len([text for text in found if text.startswith("D ")]) == 8 * 2
     svg = tmp_path / "page.svg"
     done = CliRunner().invoke(app, ["plan", "--model", LLAMA, "--tp", "16", "--picture", str(svg)])
     assert done.exit_code == 0
-    assert f"(+ {16 - MAX_LANES} more)  D tp{MAX_LANES - 1}  from P tp{MAX_LANES - 1}" in labels(svg)
+    assert f"the page as group attention sees it: 16 tokens ({16 - MAX_LANES} more D bars are not shown)" in labels(svg)
+    assert f"D tp{MAX_LANES - 1}  from P tp{MAX_LANES - 1}" in labels(svg)
+    assert f"D tp{MAX_LANES}  from P tp{MAX_LANES}" not in labels(svg)
 
 
 def test_nothing_is_drawn_of_a_refused_pair(tmp_path: Path) -> None:

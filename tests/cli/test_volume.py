@@ -113,7 +113,4 @@ def test_plot(tmp_path: Path) -> None:
         "whole padded pages",
         "what kvxfer reads",
     ):
-        assert f"<!-- {label} -->" in text
-    again = tmp_path / "again.svg"
-    assert run(*SUPER, *BOTH, "--up-to", "9000", "--plot", str(again))[0] == 0
-    assert again.read_bytes() == svg.read_bytes()
+        assert f">{label}</text>" in text

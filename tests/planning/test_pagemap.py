@@ -83,8 +83,9 @@ def test_dense_is_one_view() -> None:
         "tp2 from tp1": [(0, 16_384)],
         "tp3 from tp1": [(16_384, 32_768)],
     }
-    # Four tokens on either side of the second head.
-    assert view.zoom == (8_192 - 4 * 512, 8_192 + 4 * 512)
+    # Four tokens on either side of where one D rank ends and another begins.
+    assert view.zoom == (16_384 - 4 * 512, 16_384 + 4 * 512)
+    assert [lane.spans for lane in view.lanes_in(*view.zoom)[:2]] == [((14_336, 16_384),), ((16_384, 18_432),)]
 
 
 def test_nhd_takes_a_piece_of_every_token() -> None:

@@ -28,11 +28,11 @@ def test_least_to_read_as_published() -> None:
 
 def test_whole_blocks_are_of_d() -> None:
     """D's blocks of 2,096 tokens end inside P's of 4,176, so P's lists must reach as far."""
-    pair = Pair.of(*pair_of(NANO, 2, 4, kv_dtype="fp8"), tokens=4_177)
-    assert covered(pair.d, 4_177) == 3 * 2_096
+    pair = Pair.of(*pair_of(NANO, 2, 4, kv_dtype="fp8"), tokens=4_200)
+    assert covered(pair.d, 4_200) == 3 * 2_096
     states = 23 * (9_216 + 524_288)
-    assert pair.read(Rank(0, 4), 4_177, whole_blocks=True).bytes == states + 6 * 3 * 2_096 * 256
-    assert pair.read(Rank(0, 4), 4_177).bytes == states + 6 * (4_176 + 16) * 256
+    assert pair.read(Rank(0, 4), 4_200, whole_blocks=True).bytes == states + 6 * 3 * 2_096 * 256
+    assert pair.read(Rank(0, 4), 4_200).bytes == states + 6 * 4_208 * 256
 
 
 def test_a_refusal_names_the_rank() -> None:

@@ -15,8 +15,9 @@ if TYPE_CHECKING:
 
 SUFFIXES: Final = (".svg", ".png")
 _DPI: Final = 150
-#: The same figure gives the same file: no date, and names in an SVG that do not depend on chance.
-_STYLE: Final = {"svg.hashsalt": "kvxfer", "svg.fonttype": "path", "font.family": "DejaVu Sans"}
+#: The same figure gives the same file: no date, and names in an SVG that do not depend on chance.  Text in an SVG stays
+#: text, laid out for a wide font: another one takes less room.
+_STYLE: Final = {"svg.hashsalt": "kvxfer", "svg.fonttype": "none", "font.family": ["DejaVu Sans", "sans-serif"]}
 
 
 def check_target(flag: str, target: str) -> None:

@@ -54,6 +54,8 @@ _NAMES: Final = {
 }
 _RANKS: Final = ("#d1495b", "#edae49", "#00798c", "#30638e", "#9c6644", "#6a994e", "#b56576", "#495057")
 
+_GROUND: Final = {"facecolor": "white", "edgecolor": "none", "pad": 1.0}
+
 _WIDTH: Final = 13.0
 _LEFT, _RIGHT = 1.75, 0.35  # margins in inches
 _BAR, _LANE, _GAP = 0.42, 0.21, 0.05
@@ -135,8 +137,7 @@ def _what(view: PageView) -> str:
         return ", the conv state"
     if view.kernel_blocks > 1:
         return f", one kernel block of {view.block_tokens // view.kernel_blocks} tokens"
-    begin = view.zoom[0] if view.zoom is not None else 0
-    return ", some tokens" if begin == 0 else ", where the second head begins"
+    return ", some of its tokens"
 
 
 def _title(view: PageView, shared: bool) -> str:
@@ -149,7 +150,9 @@ def _title(view: PageView, shared: bool) -> str:
         told = f"{view.block_tokens:,} tokens"
         told += f" = {view.kernel_blocks} kernel blocks of {tokens}" if view.kernel_blocks > 1 else ""
     where = "the page" if shared else f"a page of {view.size:,} bytes in a region of its own,"
-    return f"{where} as group{plural} {names} see{'' if plural else 's'} it: {told}"
+    told = f"{where} as group{plural} {names} see{'' if plural else 's'} it: {told}"
+    more = len(view.lanes) - MAX_LANES
+    return f"{told} ({more} more D bars are not shown)" if more > 0 else told
 
 
 def _head(figure: Figure, page: PageMap, pair: Pair, height: float) -> None:
@@ -176,7 +179,10 @@ def _panel(figure: Figure, panel: _Panel, box: Sequence[float]) -> Axes:
     axes = figure.add_axes((box[0], box[1], box[2], box[3]))
     axes.set_xlim(panel.begin, panel.end)
     axes.set_ylim(0, panel.inside)
-    axes.set_title(panel.title, loc="left", fontsize=10, color="#555555" if panel.closer else "black", pad=5)
+    # Text has a ground of its own: lines from a closer look pass behind it.
+    axes.set_title(
+        panel.title, loc="left", fontsize=10, color="#555555" if panel.closer else "black", pad=5, bbox=_GROUND
+    )
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
     low = panel.inside - _BAR
@@ -189,12 +195,10 @@ def _panel(figure: Figure, panel: _Panel, box: Sequence[float]) -> Axes:
         axes.broken_barh(spans, (low, _LANE), color=_RANKS[lane.d_number % len(_RANKS)], linewidth=0)
         ticks.append(low + _LANE / 2)
         labels.append(f"D {lane.d_rank}  from P {lane.p_rank}")
-    if more := len(panel.view.lanes) - len(panel.lanes):
-        labels[-1] = f"(+ {more} more)  {labels[-1]}"
     axes.set_yticks(ticks, labels, fontsize=8.5)
     axes.tick_params(axis="y", length=0)
     marks = _marks(panel.begin, panel.end)
-    axes.set_xticks(marks, [f"{mark:,}" for mark in marks], fontsize=8)
+    axes.set_xticks(marks, [f"{mark:,}" for mark in marks], fontsize=8, bbox=_GROUND)
     _scale_bar(axes, panel)
     return axes
 
@@ -232,6 +236,8 @@ def _components(axes: Axes, panel: _Panel, low: float) -> None:
                     va="center",
                     fontsize=8.5,
                     color=_ink(span.name),
+                    zorder=6,
+                    bbox={"facecolor": _colour(span.name), "edgecolor": "none", "pad": 1.5},
                 )
                 break
     last = panel.spans[-1]
@@ -308,6 +314,7 @@ def _join(figure: Figure, panels: Sequence[_Panel], axes: Sequence[Axes]) -> Non
                     color="#999999",
                     linewidth=0.8,
                     linestyle=":",
+                    zorder=-1,
                 )
             )
 
@@ -317,13 +324,20 @@ def _legend(figure: Figure, panels: Sequence[_Panel], height: float) -> None:
 
     names = list(dict.fromkeys(span.name for panel in panels for span in panel.spans))
     parts = [
-        Patch(facecolor=_colour(n), label=_NAMES.get(n, n), hatch="////" if n == "padding" else None) for n in names
+        Patch(
+            facecolor=_colour(n),
+            label=_NAMES.get(n, n),
+            edgecolor="#bbbbbb" if n == "padding" else None,
+            hatch="////" if n == "padding" else None,
+            linewidth=0,
+        )
+        for n in names
     ]
     numbers = {lane.d_number: lane.d_rank for panel in panels for lane in panel.lanes}
     ranks = [Patch(facecolor=_RANKS[n % len(_RANKS)], label=f"D {rank}") for n, rank in sorted(numbers.items())]
     left = _LEFT / _WIDTH
     for handles, y in ((parts, 0.50), (ranks, 0.20)):
-        found = figure.legend(
+        figure.legend(
             handles=handles,
             loc="center left",
             bbox_to_anchor=(left, y / height),
@@ -335,7 +349,6 @@ def _legend(figure: Figure, panels: Sequence[_Panel], height: float) -> None:
             handlelength=1.4,
             columnspacing=1.4,
         )
-        figure.add_artist(found)
 
 
 def _colour(name: str) -> str:

@@ -16,8 +16,8 @@ from kvxfer.cli.tables import console, new_table, say
 from kvxfer.planning import Engine, RankVolume, Refused, Volume
 from kvxfer.planning.report import pages_of, refusal_of
 
-#: About how many points a curve is drawn through.
-POINTS: Final = 48
+#: Evenly spaced points of a curve, beside those where it steps; between them it is straight but for granules.
+POINTS: Final = 12
 #: The shortest prompt of a table.
 _SHORTEST: Final = 512
 
