@@ -20,7 +20,6 @@ from kvxfer.planning.engine import Engine, check_tokens
 from kvxfer.planning.pair import Pair
 from kvxfer.planning.report import padded_bytes
 
-
 #: More steps than this cannot be told apart in a plot.
 MAX_STEPS: Final = 64
 

@@ -28,6 +28,10 @@ def snippets(guide: str) -> list[str]:
     return re.findall(r"^```python\n(.*?)^```", text, re.M | re.S)
 
 
+def lines(text: str) -> list[str]:
+    return [line.rstrip() for line in text.rstrip().splitlines()]
+
+
 @pytest.mark.parametrize("guide", GUIDES)
 def test_the_guide_prints_what_is_printed(guide: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
@@ -42,7 +46,7 @@ def test_the_guide_prints_what_is_printed(guide: str, tmp_path: Path, monkeypatc
     printed = done.stdout.split("@@@\n")
     assert len(printed) == len(told) + 1
     for (command, expected), found in zip(told, printed, strict=False):
-        assert found.rstrip() == expected.rstrip(), command
+        assert lines(found) == lines(expected), command
 
 
 @pytest.mark.parametrize(

@@ -159,7 +159,7 @@ def _group_rows(rank: RankReport) -> list[tuple[str, ...]]:
     for source in rank.sources:
         for group in source.groups:
             by_group.setdefault(group.group, []).append(group)
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for alike in _alike(by_group.values(), lambda costs: _sums(costs)):
         first = alike[0][0]
         unit, descriptors, block, block_descriptors, layers = _sums(alike[0])

@@ -163,7 +163,7 @@ def _head(figure: Figure, page: PageMap, pair: Pair, height: float) -> None:
     figure.text(
         _LEFT / _WIDTH,
         1 - 0.30 / height,
-        f"{name}: P TP {p.tp_size} to D TP {d.tp_size}, page of {told} bytes",
+        f"{name}: P TP {p.tp_size} to D TP {d.tp_size}, page{'s' if len(sizes) > 1 else ''} of {told} bytes",
         fontsize=15,
         fontweight="bold",
         va="center",

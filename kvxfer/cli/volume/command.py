@@ -71,8 +71,10 @@ def volume(
             found = []
             for dtype in dict.fromkeys(kv_dtype or ["auto"]):
                 p, d = (preset(chosen(side, values, kv_dtype=dtype)) for side in ("P", "D"))
-                curve = volumes(p, d, interesting_lengths(d, lengths[-1], output.POINTS)) if plot is not None else ()
-                found.append(output.Series(dtype, p, d, volumes(p, d, lengths), curve))
+                points = interesting_lengths(d, lengths[-1], output.POINTS) if plot is not None else []
+                curve = volumes(p, d, [*lengths, *points])
+                told = tuple(volume for volume in curve if volume.tokens in lengths)
+                found.append(output.Series(dtype, p, d, told, curve))
             if plot is not None:
                 from kvxfer.cli.plan.figures import save
                 from kvxfer.cli.volume.plot import draw

@@ -27,7 +27,7 @@ class Series:
     """The volumes of one pair.
 
     :param dtype: of K and V, as it was given.
-    :param curve: more of them, for a plot.
+    :param curve: these and more of them, for a plot.
     """
 
     dtype: str
