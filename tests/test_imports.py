@@ -45,6 +45,7 @@ LAYERS: dict[str, Layer] = {
     "kvxfer": Layer(),
     "kvxfer.core": Layer(theirs=("numpy",), without=PURE),
     "kvxfer.models": Layer(ours=("kvxfer.core",), theirs=("numpy",)),
+    "kvxfer.planning": Layer(ours=("kvxfer.core", "kvxfer.models"), theirs=("numpy",), without=PURE),
     "kvxfer.pb": Layer(theirs=("google", "grpc")),
     "kvxfer.memory": Layer(ours=("kvxfer.core",), theirs=("numpy",), lazily=("torch",)),
     "kvxfer.memory.handles": Layer(ours=("kvxfer.core",), theirs=("numpy",), without=PURE),
@@ -69,7 +70,7 @@ LAYERS: dict[str, Layer] = {
     "kvxfer.cli": Layer(
         ours=("kvxfer", "kvxfer_client"),
         theirs=(*GRPC, "numpy", "pydantic", "pydantic_settings", "rich", "structlog", "typer", "uvloop"),
-        lazily=("torch", "nixl"),
+        lazily=("torch", "nixl", "matplotlib"),
     ),
     "kvxfer.__main__": Layer(ours=("kvxfer.cli",)),
     # These run inside an engine, which is there already when its module here is loaded.
@@ -253,7 +254,7 @@ def test_allowed_arrow_is_passed(module: str, source: str) -> None:
     assert complaints(source, module) == []
 
 
-@pytest.mark.parametrize("package", ["kvxfer.core", "kvxfer.wire", "kvxfer_client"])
+@pytest.mark.parametrize("package", ["kvxfer.core", "kvxfer.planning", "kvxfer.wire", "kvxfer_client"])
 def test_light_packages_load_nothing_heavy(package: str) -> None:
     """What an engine imports must not bring along the sidecar's own dependencies, nor NIXL, nor torch."""
     heavy = {"nixl", "nixl_cu12", "nixl_cu13", "torch", "typer", "rich", "structlog", "pydantic", "uvloop"}

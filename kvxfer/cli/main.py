@@ -7,7 +7,7 @@ import sys
 import typer
 
 from kvxfer import __version__
-from kvxfer.cli import bench, demo, doctor, serve
+from kvxfer.cli import bench, demo, doctor, plan, serve, volume
 from kvxfer.core.errors import KvxferError
 
 app = typer.Typer(
@@ -21,6 +21,8 @@ app.command("serve")(serve.serve)
 app.command("demo")(demo.demo)
 app.command("bench")(bench.bench)
 app.command("doctor")(doctor.doctor)
+app.command("plan")(plan.plan)
+app.command("volume")(volume.volume)
 
 
 def _version(wanted: bool) -> None:

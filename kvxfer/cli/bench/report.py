@@ -11,7 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from kvxfer.cli.bench.case import Case
-from kvxfer.cli.demo.report import console
+from kvxfer.cli.tables import console
 
 PHASES: Final = {
     "resolve": "block IDs to descriptors",

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Final
 
-from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bar
@@ -16,9 +15,7 @@ from rich.table import Table
 from kvxfer.cli.demo.result import GroupResult, Page, Result
 from kvxfer.cli.demo.run import TRANSFER_PHASES
 from kvxfer.cli.demo.space import mib
-
-#: Wide enough for every table, where no terminal says how wide it is.
-_PLAIN_WIDTH: Final = 160
+from kvxfer.cli.tables import console, new_table, say
 
 #: The phases in the order in which they are told, with what they are.
 _PHASES: Final = {
@@ -37,12 +34,6 @@ _PHASES: Final = {
     "read": "ReadBlocks on all ranks at once",
     "verify": "comparing every byte",
 }
-
-
-def console(stderr: bool = False) -> Console:
-    """A console; on anything but a terminal without colour, and wide."""
-    found = Console(stderr=stderr, highlight=False, soft_wrap=False)
-    return found if found.is_terminal else Console(stderr=stderr, highlight=False, width=_PLAIN_WIDTH)
 
 
 class Reporter:
@@ -92,28 +83,28 @@ def show(result: Result, notes: Sequence[str]) -> None:
     choices = result.choices
     out.print()
     skip = f" (the first {choices.skip:,} are there already)" if choices.skip else ""
-    _line(out, f"{result.model}: {choices.tokens:,} tokens{skip}, P with TP {choices.p_tp} -> D with TP {choices.d_tp}")
-    _line(
+    say(out, f"{result.model}: {choices.tokens:,} tokens{skip}, P with TP {choices.p_tp} -> D with TP {choices.d_tp}")
+    say(
         out,
         f"NIXL {result.nixl}, UCX {result.ucx}; caches of {mib(result.p_memory)} on P and {mib(result.d_memory)} on D",
     )
     for note in (result.scaled, *notes, *(f"warning: {w}" for w in result.warnings)):
         if note:
-            _line(out, note, "yellow")
+            say(out, note, "yellow")
     for table in (_groups(out, result.groups), _ranks(out, result), _phases(out, result)):
         out.print()
         out.print(table)
     out.print()
     moved = result.bytes
     pages = sum(r.pages for r in result.ranks)
-    _line(out, f"{moved:,} bytes in {result.phases['read'] * 1e3:.1f} ms: {result.rate / 1e9:.2f} GB/s over all ranks")
-    _line(out, f"{pages - moved:,} bytes less than whole pages ({moved / pages:.1%} of them)")
+    say(out, f"{moved:,} bytes in {result.phases['read'] * 1e3:.1f} ms: {result.rate / 1e9:.2f} GB/s over all ranks")
+    say(out, f"{pages - moved:,} bytes less than whole pages ({moved / pages:.1%} of them)")
     for problem in result.problems:
-        _line(out, problem, "bold red")
+        say(out, problem, "bold red")
     if result.problems:
-        _line(out, "the demo FAILED", "bold red")
+        say(out, "the demo FAILED", "bold red")
     else:
-        _line(out, f"every byte verified: {result.verified:,} bytes on {len(result.ranks)} D ranks", "bold green")
+        say(out, f"every byte verified: {result.verified:,} bytes on {len(result.ranks)} D ranks", "bold green")
 
 
 def show_by_hand(result: Result) -> None:
@@ -131,29 +122,9 @@ def show_by_hand(result: Result) -> None:
     out.flush()
 
 
-def _line(out: Console, text: str, style: str = "") -> None:
-    out.print(text, style=style or None, markup=False, soft_wrap=True)
-
-
-def _table(out: Console, title: str, *columns: str, left: int = 1) -> Table:
-    """An empty table; all columns but the first ``left`` hold numbers."""
-    plain = not out.is_terminal
-    table = Table(
-        title=title,
-        title_justify="left",
-        title_style="" if plain else "bold",
-        box=None if plain else box.SIMPLE_HEAD,
-        header_style="" if plain else "bold",
-        pad_edge=False,
-    )
-    for i, column in enumerate(columns):
-        table.add_column(column, justify="left" if i < left else "right", no_wrap=plain)
-    return table
-
-
 def _groups(out: Console, groups: Sequence[GroupResult]) -> Table:
     titles = ("group", "kind", "layers", "P block", "P page", "P data", "D block", "D page", "D data")
-    table = _table(out, "Cache groups (bytes of one layer's block on one rank)", *titles, left=2)
+    table = new_table(out, "Cache groups (bytes of one layer's block on one rank)", *titles, left=2)
     for group in groups:
         cells = [cell for page in (group.p, group.d) for cell in (_block(page), f"{page.page:,}", f"{page.data:,}")]
         table.add_row(group.name, group.kind, str(group.layers), *cells)
@@ -170,7 +141,7 @@ def _block(page: Page) -> str:
 
 def _ranks(out: Console, result: Result) -> Table:
     titles = ("D rank", "reads from", "rows", "descriptors", "merged", "bytes", "optimum", "NIXL says", "whole pages")
-    table = _table(out, "Reads (bytes)", *titles, "ms", "GB/s", "verified", left=2)
+    table = new_table(out, "Reads (bytes)", *titles, "ms", "GB/s", "verified", left=2)
     for rank in result.ranks:
         reported = "-" if rank.reported is None else f"{rank.reported:,}"
         table.add_row(
@@ -191,7 +162,7 @@ def _ranks(out: Console, result: Result) -> Table:
 
 
 def _phases(out: Console, result: Result) -> Table:
-    table = _table(out, "Time (the slowest rank's)", "phase", "what", "ms", left=2)
+    table = new_table(out, "Time (the slowest rank's)", "phase", "what", "ms", left=2)
     for phase, what in _PHASES.items():
         indent = "  " if phase in TRANSFER_PHASES else ""
         table.add_row(indent + phase, what, f"{result.phases[phase] * 1e3:,.1f}")
