@@ -31,7 +31,7 @@ DEV_READY := $(VENV)/.ready-dev
 PROTO_READY := $(PROTO_VENV)/.ready
 PACKAGE_FILES := pyproject.toml constraints.txt
 
-.PHONY: help setup demo test lint format types proto proto-check proto-baseline pytest docs wheel bench clean
+.PHONY: help setup demo test lint format types proto proto-check proto-baseline promtool pytest docs wheel bench clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/\1\t\2/' | while IFS=$$'\t' read -r target what; do printf '  make %-12s %s\n' "$$target" "$$what"; done
@@ -43,7 +43,10 @@ demo: $(RUN_READY) ## run the demo (ARGS="..." are passed on)
 
 test: lint types proto-check pytest ## everything: lint, format, types, protos, generated code, tests
 
-pytest: $(DEV_READY) ## the tests alone (PYTEST_ARGS="...", HYPOTHESIS_PROFILE=dev|ci|soak)
+promtool: $(VENV_READY) ## get promtool, which checks the alert rules (part of `make test`)
+	@scripts/get_promtool.sh $(BIN)/promtool || echo "Without promtool the tests of the alert rules are skipped"
+
+pytest: $(DEV_READY) promtool ## the tests alone (PYTEST_ARGS="...", HYPOTHESIS_PROFILE=dev|ci|soak)
 	$(PYTEST) -m 'not nixl' -n $(JOBS) $(PYTEST_ARGS) || $(NOTHING_SELECTED)
 	$(PYTEST) -m nixl $(PYTEST_ARGS) || $(NOTHING_SELECTED)
 

@@ -85,6 +85,12 @@ class Settings(BaseSettings):
         MESSAGE_LIMIT, ge=1024 * 1024, le=256 * 1024 * 1024, description="Largest gRPC message, in bytes."
     )
 
+    # -- metrics and probes
+    http_host: str = Field("127.0.0.1", description="Address that /metrics, /healthz and /readyz are served at.")
+    http_port: int | None = Field(
+        None, ge=0, le=65_535, description="Their TCP port; 0 takes a free one, told in the log; none: not served."
+    )
+
     # -- memory
     memory_directories: tuple[str, ...] = Field(
         (DEFAULT_DIRECTORY,),

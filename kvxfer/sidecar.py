@@ -31,13 +31,18 @@ from kvxfer.core.errors import KvxferError, Reason
 from kvxfer.logs import configure
 from kvxfer.memory.api import list_owned
 from kvxfer.pb import peer_pb2, peer_pb2_grpc, transfer_pb2, transfer_pb2_grpc
+from kvxfer.service import gauges
 from kvxfer.service.access import AccessInterceptor
 from kvxfer.service.engine import EngineService
 from kvxfer.service.interceptors import ErrorInterceptor
+from kvxfer.service.links import PROTOCOL_VERSIONS
+from kvxfer.service.meters import Family
+from kvxfer.service.metrics import Metrics
 from kvxfer.service.peer import PeerService
 from kvxfer.service.peer_client import GrpcPeerClient
 from kvxfer.service.registrations import EngineFactory, Registrations
 from kvxfer.tls import PeerTls
+from kvxfer.web import Monitor, WebServer
 from kvxfer.xfer.api import NotificationHandler, TransferEngine
 
 log = structlog.get_logger()
@@ -98,20 +103,28 @@ class Sidecar:
         self.settings: Final = settings
         files = settings.peer_tls()
         self._tls = PeerTls(files) if files else None
+        self.metrics: Final = Metrics()
+        self._limits = settings.service()
+        self._versions = ("", "")
         self.registrations: Final = Registrations(
-            settings.service(),
+            self._limits,
             make_engine or nixl_engine(settings),
             self._connect,
+            self.metrics,
         )
         self.registrations.on_change = self._on_change
         #: ``host:port`` of the peer listener as peers reach it; known once started.
         self.peer_address = ""
+        #: Port of the metrics and probes; 0 where they are not served.
+        self.http_port = 0
+        self._web: WebServer | None = None
         self._servers: list[grpc.aio.Server] = []
         self._health: list[health.HealthServicer] = []
         self._service: EngineService | None = None
         self._ticker: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._stopping = False
+        self._unready = "the sidecar is starting"
 
     @property
     def engine_target(self) -> str:
@@ -119,17 +132,22 @@ class Sidecar:
         return f"unix:{self.settings.engine_socket}"
 
     async def start(self) -> None:
-        """Bind both listeners and serve.
+        """Bind both listeners, and that of the metrics where it is wanted, and serve.
 
         :raises KvxferError: FIELD_INVALID where an address or the socket cannot be bound.
         """
         peer_server, port = self._bind_peer()
         self.peer_address = self._advertised(port)
+        self._bind_web()
         engine_server = self._new_server()
-        self._bind_engine(engine_server)
-        self._service = EngineService(
-            self.registrations, self.settings.service(), self.peer_address, library_versions()
-        )
+        try:
+            self._bind_engine(engine_server)
+        except KvxferError:
+            if self._web is not None:
+                self._web.stop()
+            raise
+        self._versions = library_versions()
+        self._service = EngineService(self.registrations, self._limits, self.peer_address, self._versions)
         transfer_pb2_grpc.add_KvTransferServicer_to_server(self._service, engine_server)
         peer = PeerService(self.registrations, self.settings.poll_interval)
         peer_pb2_grpc.add_KvPeerServicer_to_server(peer, peer_server)
@@ -143,10 +161,17 @@ class Sidecar:
         await self._tell_health()
         for server in self._servers:
             await server.start()
+        if self._web is not None:
+            self._web.start()
         self._ticker = asyncio.ensure_future(self._tick())
         security = "mutual TLS" if self._tls else "plaintext"
         log.info(
-            "serving", version=__version__, engine=self.engine_target, peers=self.peer_address, peer_security=security
+            "serving",
+            version=__version__,
+            engine=self.engine_target,
+            peers=self.peer_address,
+            peer_security=security,
+            http=f"{self.settings.http_host}:{self.http_port}" if self._web else "off",
         )
         if self._tls is None and not is_loopback(self.settings.peer_host):
             log.warning("the peer port is plaintext: whoever reaches it can read every registered cache")
@@ -167,6 +192,8 @@ class Sidecar:
         if self._ticker is not None:
             self._ticker.cancel()
         await asyncio.gather(*(s.stop(GRACE) for s in self._servers))
+        if self._web is not None:
+            await asyncio.to_thread(self._web.stop)
         with contextlib.suppress(FileNotFoundError):
             self.settings.engine_socket.unlink()
         log.info("stopped")
@@ -180,7 +207,7 @@ class Sidecar:
     def _new_server(self, *before: grpc.aio.ServerInterceptor) -> grpc.aio.Server:
         limit = self.settings.message_limit
         return grpc.aio.server(
-            interceptors=[*before, ErrorInterceptor()],
+            interceptors=[*before, ErrorInterceptor(self.metrics)],
             options=[
                 ("grpc.max_receive_message_length", limit),
                 ("grpc.max_send_message_length", limit),
@@ -197,6 +224,19 @@ class Sidecar:
                 ("grpc.http2.max_pings_without_data", 0),
             ],
         )
+
+    def _bind_web(self) -> None:
+        if self.settings.http_port is not None:
+            monitor = Monitor(asyncio.get_running_loop(), self._measure, lambda: self._unready)
+            self._web = WebServer(self.settings.http_host, self.settings.http_port, monitor)
+            self.http_port = self._web.port
+
+    def _measure(self) -> list[Family]:
+        """Everything that is measured, now."""
+        self.metrics.tick(time.monotonic(), gauges.connected(self.registrations))
+        versions = (__version__, str(PROTOCOL_VERSIONS[1]), *self._versions)
+        now = gauges.families(self.registrations, self._limits, versions, ready=not self._unready)
+        return [*now, *self.metrics.families()]
 
     def _bind_peer(self) -> tuple[grpc.aio.Server, int]:
         access = (AccessInterceptor(self.settings.peer_allowed_sans),) if self._tls else ()
@@ -255,11 +295,13 @@ class Sidecar:
         task.add_done_callback(self._tasks.discard)
 
     async def _tell_health(self) -> None:
-        """The process is alive at once; the services serve once a cache is registered, and not while draining."""
-        ready = len(self.registrations) > 0 and not self._stopping
-        for servicer, name in zip(self._health, (ENGINE_SERVICE, PEER_SERVICE), strict=True):
+        """The process is alive at once, until it ends.  The services serve while there is work to be taken: a cache is
+        registered, NIXL works, and nothing is draining.  Both listeners answer for both."""
+        self._unready = "the sidecar is stopping" if self._stopping else self.registrations.unready
+        for servicer in self._health:
             await servicer.set("", _Status.SERVING)
-            await servicer.set(name, _Status.SERVING if ready else _Status.NOT_SERVING)
+            for name in (ENGINE_SERVICE, PEER_SERVICE):
+                await servicer.set(name, _Status.NOT_SERVING if self._unready else _Status.SERVING)
 
     async def _tick(self) -> None:
         while True:
@@ -271,6 +313,9 @@ class Sidecar:
                     registration.readers.tick(now)
                 except Exception:  # without this nothing would expire any more
                     log.exception("letting time pass failed", engine=registration.identity.engine_id)
+            # A transfer engine that fails tells nobody.
+            if self._unready != ("the sidecar is stopping" if self._stopping else self.registrations.unready):
+                await self._tell_health()
 
 
 def _make_way(path: Path, group: int | None) -> None:

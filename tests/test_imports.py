@@ -37,7 +37,15 @@ PURE = (*WORLD, "socket", "subprocess", "tempfile", "threading", "time", "random
 
 GRPC = ("grpc", "grpc_health", "grpc_reflection", "grpc_status", "google")
 BELOW_THE_TOP = ("kvxfer.core", "kvxfer.models", "kvxfer.memory", "kvxfer.xfer", "kvxfer.wire", "kvxfer.pb")
-COMPOSITION = (*BELOW_THE_TOP, "kvxfer.service", "kvxfer.sidecar", "kvxfer.config", "kvxfer.logs", "kvxfer.tls")
+COMPOSITION = (
+    *BELOW_THE_TOP,
+    "kvxfer.service",
+    "kvxfer.sidecar",
+    "kvxfer.config",
+    "kvxfer.logs",
+    "kvxfer.tls",
+    "kvxfer.web",
+)
 CLIENT = ("kvxfer.core", "kvxfer.pb", "kvxfer.wire", "kvxfer.memory.handles")
 
 LAYERS: dict[str, Layer] = {
@@ -63,6 +71,10 @@ LAYERS: dict[str, Layer] = {
         theirs=(*GRPC, "numpy", "structlog"),
     ),
     "kvxfer.logs": Layer(theirs=("structlog",)),
+    "kvxfer.web": Layer(
+        ours=("kvxfer.core", "kvxfer.service.gauges", "kvxfer.service.meters"),
+        theirs=("prometheus_client", "structlog"),
+    ),
     "kvxfer.tls": Layer(ours=("kvxfer.core",), theirs=("grpc", "structlog")),
     "kvxfer.config": Layer(ours=COMPOSITION, theirs=("pydantic", "pydantic_settings", "tomli")),
     "kvxfer.doctor": Layer(ours=COMPOSITION, theirs=(*GRPC, "numpy")),

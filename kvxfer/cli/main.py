@@ -8,6 +8,7 @@ import typer
 
 from kvxfer import __version__
 from kvxfer.cli import bench, demo, doctor, plan, serve, volume
+from kvxfer.cli.inspect import inspect
 from kvxfer.core.errors import KvxferError
 
 app = typer.Typer(
@@ -23,6 +24,7 @@ app.command("bench")(bench.bench)
 app.command("doctor")(doctor.doctor)
 app.command("plan")(plan.plan)
 app.command("volume")(volume.volume)
+app.command("inspect")(inspect)
 
 
 def _version(wanted: bool) -> None:

@@ -35,6 +35,12 @@ def serve(
         list[str] | None,
         typer.Option(help="Name, as a glob, whose certificates may call; may be repeated.", show_default=False),
     ] = None,
+    http_host: Annotated[
+        str | None, typer.Option(help="Address that metrics and probes are served at.", show_default=False)
+    ] = None,
+    http_port: Annotated[
+        int | None, typer.Option(help="Their TCP port; they are served only where it is set.", show_default=False)
+    ] = None,
     memory_directory: Annotated[
         list[str] | None,
         typer.Option(help="Directory whose files engines may hand over; may be repeated.", show_default=False),
@@ -71,6 +77,8 @@ def serve(
         "peer_tls_key": peer_tls_key,
         "peer_tls_ca": peer_tls_ca,
         "peer_allowed_san": peer_allowed_san,
+        "http_host": http_host,
+        "http_port": http_port,
         "memory_directory": memory_directory,
         "log_level": log_level,
         "log_format": log_format,

@@ -263,6 +263,7 @@ class _Budget:
                 Reason.TOO_MANY_DESCRIPTORS,
                 f"the read needs more than {self.limit} descriptors; read it in several parts",
                 field="num_tokens",
+                limit_name="max_descriptors",
                 limit=self.limit,
             )
 

@@ -207,6 +207,7 @@ class ExchangeResponse(_message.Message):
     POLL_INTERVAL_FIELD_NUMBER: _builtins.int
     IDLE_TIMEOUT_FIELD_NUMBER: _builtins.int
     ATTENTION_FIELD_NUMBER: _builtins.int
+    HOST_FIELD_NUMBER: _builtins.int
     protocol_version: _builtins.int
     """OUTPUT.  The highest version that both speak."""
     engine_id: _builtins.str
@@ -227,6 +228,11 @@ class ExchangeResponse(_message.Message):
     """OUTPUT.  Opaque metadata of the NIXL agent, at most 1 MiB.  Whoever has it can read all that is registered."""
     metadata_sha256: _builtins.bytes
     """OUTPUT.  SHA-256 of agent_metadata, 32 bytes; checked before NIXL sees it."""
+    host: _builtins.str
+    """OUTPUT.  A mark of the host that this side runs on, whatever the container: two sides that give the same are on one
+    host, where a read over TCP is a slow one.  It says nothing else of the host.  Empty where it is not known; at most
+    64 characters.
+    """
     @_builtins.property
     def rank(self) -> _layout_pb2.Rank:
         """OUTPUT."""
@@ -272,10 +278,11 @@ class ExchangeResponse(_message.Message):
         poll_interval: _duration_pb2.Duration | None = ...,
         idle_timeout: _duration_pb2.Duration | None = ...,
         attention: _duration_pb2.Duration | None = ...,
+        host: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["attention", b"attention", "idle_timeout", b"idle_timeout", "layout", b"layout", "poll_interval", b"poll_interval", "rank", b"rank"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent_metadata", b"agent_metadata", "agent_name", b"agent_name", "attention", b"attention", "compatibility_key", b"compatibility_key", "dp_rank", b"dp_rank", "dp_size", b"dp_size", "engine_id", b"engine_id", "idle_timeout", b"idle_timeout", "incarnation", b"incarnation", "layout", b"layout", "layout_fingerprint", b"layout_fingerprint", "metadata_sha256", b"metadata_sha256", "poll_interval", b"poll_interval", "protocol_version", b"protocol_version", "rank", b"rank", "spans", b"spans"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent_metadata", b"agent_metadata", "agent_name", b"agent_name", "attention", b"attention", "compatibility_key", b"compatibility_key", "dp_rank", b"dp_rank", "dp_size", b"dp_size", "engine_id", b"engine_id", "host", b"host", "idle_timeout", b"idle_timeout", "incarnation", b"incarnation", "layout", b"layout", "layout_fingerprint", b"layout_fingerprint", "metadata_sha256", b"metadata_sha256", "poll_interval", b"poll_interval", "protocol_version", b"protocol_version", "rank", b"rank", "spans", b"spans"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

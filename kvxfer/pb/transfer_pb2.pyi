@@ -2076,6 +2076,9 @@ class GetStatusResponse(_message.Message):
     COUNTS_FIELD_NUMBER: _builtins.int
     UPTIME_FIELD_NUMBER: _builtins.int
     SERVING_FIELD_NUMBER: _builtins.int
+    LIMITS_FIELD_NUMBER: _builtins.int
+    LOST_PEERS_FIELD_NUMBER: _builtins.int
+    UNREADY_REASON_FIELD_NUMBER: _builtins.int
     version: _builtins.str
     """OUTPUT.  Of kvxfer."""
     protocol_version_min: _builtins.int
@@ -2090,6 +2093,10 @@ class GetStatusResponse(_message.Message):
     """OUTPUT.  Empty on the last page of peers."""
     serving: _builtins.bool
     """OUTPUT.  False once a shutdown has begun."""
+    unready_reason: _builtins.str
+    """OUTPUT.  Why no work should be sent here, as health tells it: no cache is registered that takes any, NIXL does not
+    work, or the sidecar stops.  Empty where it should.
+    """
     @_builtins.property
     def backends(self) -> _containers.RepeatedCompositeFieldContainer[Global___Backend]:
         """OUTPUT."""
@@ -2114,6 +2121,14 @@ class GetStatusResponse(_message.Message):
     def uptime(self) -> _duration_pb2.Duration:
         """OUTPUT.  Since the start."""
 
+    @_builtins.property
+    def limits(self) -> _containers.RepeatedCompositeFieldContainer[Global___LimitStatus]:
+        """OUTPUT.  Limits of this sidecar, and how near they are."""
+
+    @_builtins.property
+    def lost_peers(self) -> _containers.RepeatedCompositeFieldContainer[Global___LostPeer]:
+        """OUTPUT.  Peers that were lost, the last one first; of each registration at most 32 are remembered."""
+
     def __init__(
         self,
         *,
@@ -2130,14 +2145,111 @@ class GetStatusResponse(_message.Message):
         counts: Global___Counts | None = ...,
         uptime: _duration_pb2.Duration | None = ...,
         serving: _builtins.bool = ...,
+        limits: _abc.Iterable[Global___LimitStatus] | None = ...,
+        lost_peers: _abc.Iterable[Global___LostPeer] | None = ...,
+        unready_reason: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["counts", b"counts", "uptime", b"uptime"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["backends", b"backends", "counts", b"counts", "next_peers_page_token", b"next_peers_page_token", "nixl_version", b"nixl_version", "peers", b"peers", "protocol_version_max", b"protocol_version_max", "protocol_version_min", b"protocol_version_min", "registrations", b"registrations", "serving", b"serving", "settings", b"settings", "ucx_version", b"ucx_version", "uptime", b"uptime", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["backends", b"backends", "counts", b"counts", "limits", b"limits", "lost_peers", b"lost_peers", "next_peers_page_token", b"next_peers_page_token", "nixl_version", b"nixl_version", "peers", b"peers", "protocol_version_max", b"protocol_version_max", "protocol_version_min", b"protocol_version_min", "registrations", b"registrations", "serving", b"serving", "settings", b"settings", "ucx_version", b"ucx_version", "unready_reason", b"unready_reason", "uptime", b"uptime", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetStatusResponse: _TypeAlias = GetStatusResponse  # noqa: Y015
+
+@_typing.final
+class LimitStatus(_message.Message):
+    """A limit."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    VALUE_FIELD_NUMBER: _builtins.int
+    USED_FIELD_NUMBER: _builtins.int
+    REFUSED_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """OUTPUT.  As LIMIT_EXCEEDED errors name it: a setting, or a limit that is fixed."""
+    value: _builtins.int
+    """OUTPUT.  In what it counts."""
+    used: _builtins.int
+    """OUTPUT.  How much of it is taken now, of the engine and the peer where it is most; unset where it is about single
+    calls.
+    """
+    refused: _builtins.int
+    """OUTPUT.  Calls that were refused for it since the start."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        value: _builtins.int = ...,
+        used: _builtins.int | None = ...,
+        refused: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_used", b"_used", "used", b"used"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_used", b"_used", "name", b"name", "refused", b"refused", "used", b"used", "value", b"value"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__used: _TypeAlias = _typing.Literal["used"]  # noqa: Y015
+    _WhichOneofArgType__used: _TypeAlias = _typing.Literal["_used", b"_used"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__used) -> _WhichOneofReturnType__used | None: ...
+
+Global___LimitStatus: _TypeAlias = LimitStatus  # noqa: Y015
+
+@_typing.final
+class LostPeer(_message.Message):
+    """A peer that was lost."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ENGINE_ID_FIELD_NUMBER: _builtins.int
+    ROLE_FIELD_NUMBER: _builtins.int
+    REMOTE_ENGINE_ID_FIELD_NUMBER: _builtins.int
+    RANK_FIELD_NUMBER: _builtins.int
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
+    AGE_FIELD_NUMBER: _builtins.int
+    engine_id: _builtins.str
+    """OUTPUT.  The local engine that dealt with it."""
+    role: Global___PeerRole.ValueType
+    """OUTPUT."""
+    remote_engine_id: _builtins.str
+    """OUTPUT."""
+    address: _builtins.str
+    """OUTPUT.  As in PeerStatus; empty where the rank is unset."""
+    incarnation: _builtins.str
+    """OUTPUT.  Empty where the rank is unset."""
+    @_builtins.property
+    def rank(self) -> _layout_pb2.Rank:
+        """OUTPUT.  Unset where it is not known which of several ranks it was."""
+
+    @_builtins.property
+    def error(self) -> _status_pb2.Status:
+        """OUTPUT.  Why: PEER_LOST, PEER_UNREACHABLE, or STALE_INCARNATION where it has come back as another."""
+
+    @_builtins.property
+    def age(self) -> _duration_pb2.Duration:
+        """OUTPUT.  Since then."""
+
+    def __init__(
+        self,
+        *,
+        engine_id: _builtins.str = ...,
+        role: Global___PeerRole.ValueType = ...,
+        remote_engine_id: _builtins.str = ...,
+        rank: _layout_pb2.Rank | None = ...,
+        address: _builtins.str = ...,
+        incarnation: _builtins.str = ...,
+        error: _status_pb2.Status | None = ...,
+        age: _duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "error", b"error", "rank", b"rank"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "age", b"age", "engine_id", b"engine_id", "error", b"error", "incarnation", b"incarnation", "rank", b"rank", "remote_engine_id", b"remote_engine_id", "role", b"role"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LostPeer: _TypeAlias = LostPeer  # noqa: Y015
 
 @_typing.final
 class Backend(_message.Message):
@@ -2376,6 +2488,9 @@ class Counts(_message.Message):
     LEASES_WITHDRAWN_FIELD_NUMBER: _builtins.int
     READS_REFUSED_FIELD_NUMBER: _builtins.int
     LIMITED_FIELD_NUMBER: _builtins.int
+    STALE_READS_REFUSED_FIELD_NUMBER: _builtins.int
+    LINKS_LOST_FIELD_NUMBER: _builtins.int
+    READERS_LOST_FIELD_NUMBER: _builtins.int
     prepared: _builtins.int
     """OUTPUT.  Transfers in PREPARED now."""
     posted: _builtins.int
@@ -2406,6 +2521,14 @@ class Counts(_message.Message):
     """OUTPUT.  Peers' reads that were not granted."""
     limited: _builtins.int
     """OUTPUT.  Calls that found no room for another transfer, for its bytes, or for another remote engine."""
+    stale_reads_refused: _builtins.int
+    """OUTPUT.  Of reads_refused those whose tickets were not true any more: the lease has ended, is unknown or another's,
+    or the incarnation is gone.
+    """
+    links_lost: _builtins.int
+    """OUTPUT.  Links to remote engines that broke."""
+    readers_lost: _builtins.int
+    """OUTPUT.  Readers that fell silent without a goodbye."""
     def __init__(
         self,
         *,
@@ -2424,10 +2547,13 @@ class Counts(_message.Message):
         leases_withdrawn: _builtins.int = ...,
         reads_refused: _builtins.int = ...,
         limited: _builtins.int = ...,
+        stale_reads_refused: _builtins.int = ...,
+        links_lost: _builtins.int = ...,
+        readers_lost: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_in_flight", b"bytes_in_flight", "bytes_read", b"bytes_read", "cancelled", b"cancelled", "done", b"done", "draining", b"draining", "failed", b"failed", "leases_expired", b"leases_expired", "leases_released", b"leases_released", "leases_withdrawn", b"leases_withdrawn", "limited", b"limited", "posted", b"posted", "prepared", b"prepared", "published", b"published", "reads_open", b"reads_open", "reads_refused", b"reads_refused"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_in_flight", b"bytes_in_flight", "bytes_read", b"bytes_read", "cancelled", b"cancelled", "done", b"done", "draining", b"draining", "failed", b"failed", "leases_expired", b"leases_expired", "leases_released", b"leases_released", "leases_withdrawn", b"leases_withdrawn", "limited", b"limited", "links_lost", b"links_lost", "posted", b"posted", "prepared", b"prepared", "published", b"published", "readers_lost", b"readers_lost", "reads_open", b"reads_open", "reads_refused", b"reads_refused", "stale_reads_refused", b"stale_reads_refused"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

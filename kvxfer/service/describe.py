@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from typing import Final
 
 from google.protobuf.timestamp_pb2 import Timestamp
@@ -13,7 +14,10 @@ from kvxfer.core.leases import Lease
 from kvxfer.core.leases import State as LeaseState
 from kvxfer.core.plan import GroupCost
 from kvxfer.pb import transfer_pb2 as pb
+from kvxfer.service.events import SLOW
+from kvxfer.service.limits import Limit
 from kvxfer.service.link import Link
+from kvxfer.service.meters import Distribution, Family
 from kvxfer.service.registrations import Registration
 from kvxfer.service.transfer import Timings, Transfer
 from kvxfer.wire.fields import duration
@@ -56,12 +60,12 @@ def plan_to_pb(registration: Registration, link: Link) -> pb.Plan:
                 remote_rows=len(s.plan.remote),
                 local_descriptors=s.plan.local.descriptors,
                 remote_descriptors=s.plan.remote.descriptors,
-                transport="UCX",
+                transport=link.transport.told,
                 groups=[_cost(c) for c in costs if c.source == s.facts.rank],
             )
             for s in link.sources
         ],
-        warnings=link.plan.warnings,
+        warnings=[*link.plan.warnings, *([SLOW] if link.slow else [])],
         explanation=link.plan.explain(),
     )
 
@@ -183,8 +187,9 @@ def peers_to_pb(registration: Registration) -> list[pb.PeerStatus]:
             rank=rank_to_pb(s.facts.rank),
             address=s.client.address,
             incarnation=s.facts.incarnation,
-            transport="UCX",
+            transport=link.transport.told,
             reads=reads.get(s.peer.name, 0),
+            idle=duration(time.monotonic() - s.rank.heard_at),
         )
         for link in registration.links
         for s in link.sources
@@ -203,6 +208,33 @@ def peers_to_pb(registration: Registration) -> list[pb.PeerStatus]:
         for r in registration.readers.status()
     )
     return peers
+
+
+def lost_to_pb(registration: Registration) -> list[pb.LostPeer]:
+    """The peers that a registration has lost, the last one first."""
+    now = time.monotonic()
+    return [
+        pb.LostPeer(
+            engine_id=registration.identity.engine_id,
+            role=pb.PEER_ROLE_READER if lost.reading else pb.PEER_ROLE_SOURCE,
+            remote_engine_id=lost.remote_engine_id,
+            rank=None if lost.rank is None else rank_to_pb(lost.rank),
+            address=lost.address,
+            incarnation=lost.incarnation,
+            error=to_status(lost.error),
+            age=duration(now - lost.when),
+        )
+        for lost in reversed(registration.events.lost)
+    ]
+
+
+def limits_to_pb(known: Iterable[Limit], refused: Family) -> list[pb.LimitStatus]:
+    """The limits, with how often each was refused."""
+    times = {labels[0]: int(n) for labels, n in refused.values.items() if not isinstance(n, Distribution)}
+    return [
+        pb.LimitStatus(name=limit.name, value=limit.value, used=limit.used, refused=times.get(limit.name, 0))
+        for limit in known
+    ]
 
 
 def add_counts(counts: pb.Counts, registration: Registration) -> None:
@@ -224,6 +256,9 @@ def add_counts(counts: pb.Counts, registration: Registration) -> None:
     counts.leases_expired += ended.expired
     counts.leases_withdrawn += ended.withdrawn
     counts.reads_refused += ended.refused
+    counts.stale_reads_refused += registration.events.stale_reads_refused
+    counts.links_lost += registration.events.links_lost
+    counts.readers_lost += registration.events.readers_lost
     counts.reads_open += registration.readers.open_reads
 
 

@@ -22,11 +22,14 @@ from kvxfer.service.describe import (
     add_counts,
     lease_to_pb,
     library_to_pb,
+    limits_to_pb,
+    lost_to_pb,
     peers_to_pb,
     plan_to_pb,
     registration_to_pb,
     transfer_to_pb,
 )
+from kvxfer.service.limits import limits
 from kvxfer.service.links import PROTOCOL_VERSIONS
 from kvxfer.service.reading import looked_at
 from kvxfer.service.registrations import Registration, Registrations, stale, unregistered
@@ -274,12 +277,17 @@ class EngineService(transfer_pb2_grpc.KvTransferServicer):
             serving=self.serving,
             nixl_version=self._versions[0],
             ucx_version=self._versions[1],
+            unready_reason=self._registrations.unready if self.serving else "the sidecar is stopping",
+            limits=limits_to_pb(
+                limits(self._settings, self._registrations), self._registrations.metrics.limit_refusals.family()
+            ),
         )
         peers: list[pb.PeerStatus] = []
         for registration in self._registrations:
             message.registrations.append(registration_to_pb(registration))
             peers.extend(peers_to_pb(registration))
             add_counts(message.counts, registration)
+            message.lost_peers.extend(lost_to_pb(registration))
             if not message.backends:
                 library_to_pb(message, await registration.engine.info())
         page, following = _page(peers, start, fields.page_size(request.peers_page_size))

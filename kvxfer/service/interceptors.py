@@ -14,6 +14,8 @@ from google.protobuf.message import DecodeError
 from grpc_status import rpc_status
 
 from kvxfer.core.errors import Fault, KvxferError, Reason
+from kvxfer.service.limits import NAMES
+from kvxfer.service.metrics import Metrics
 from kvxfer.wire.status import to_status
 
 log = structlog.get_logger()
@@ -22,7 +24,13 @@ Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
-    """Turns :class:`KvxferError` into a rich status; anything else into INTERNAL, without telling what it was."""
+    """Turns :class:`KvxferError` into a rich status; anything else into INTERNAL, without telling what it was.
+
+    :param metrics: where calls and refusals are counted.
+    """
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
 
     async def intercept_service(
         self,
@@ -36,13 +44,41 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
             return handler
         if handler.unary_unary is not None:
             return grpc.unary_unary_rpc_method_handler(
-                _unary(handler.unary_unary, method), _decoder(handler), handler.response_serializer
+                _unary(handler.unary_unary, method, Tally(self._metrics, method)),
+                _decoder(handler),
+                handler.response_serializer,
             )
         if handler.unary_stream is not None:
             return grpc.unary_stream_rpc_method_handler(
-                _stream(handler.unary_stream, method), _decoder(handler), handler.response_serializer
+                _stream(handler.unary_stream, method, Tally(self._metrics, method)),
+                _decoder(handler),
+                handler.response_serializer,
             )
         return handler
+
+
+class Tally:
+    """Counts a call, once.
+
+    :param method: of a service that is served here, ``/service/method``.
+    """
+
+    def __init__(self, metrics: Metrics, method: str) -> None:
+        self._metrics = metrics
+        self._method = method
+
+    def ended(self, code: str) -> None:
+        """It has ended with this status code."""
+        service, _, method = self._method[1:].partition("/")
+        self._metrics.calls.add((service, method, code))
+
+    def refused(self, error: KvxferError) -> None:
+        """It has ended with this error."""
+        self.ended(error.spec.code.value)
+        name = error.metadata.get("limit_name", "")
+        # What a peer has refused, and was only handed on, has been counted there.
+        if name in NAMES and "said" not in error.metadata:
+            self._metrics.limit_refusals.add((name,))
 
 
 def _decoder(handler: grpc.RpcMethodHandler[Any, Any]) -> Callable[[bytes], Any]:
@@ -58,7 +94,11 @@ def _decoder(handler: grpc.RpcMethodHandler[Any, Any]) -> Callable[[bytes], Any]
     return call
 
 
-def _unary(behaviour: Any, method: str) -> Any:
+def _unary(behaviour: Any, method: str, tally: Tally) -> Any:
+    async def refuse(context: Context, error: KvxferError) -> None:
+        tally.refused(error)
+        await abort(context, error, method)
+
     async def call(request: Any, context: Context) -> Any:
         began = time.perf_counter()
         try:
@@ -66,26 +106,28 @@ def _unary(behaviour: Any, method: str) -> Any:
                 raise request
             answer = await behaviour(request, context)
         except KvxferError as error:
-            await abort(context, error, method)
+            await refuse(context, error)
         except grpc.aio.AbortError:
             raise
         except asyncio.CancelledError:
             if context.cancelled():
+                tally.ended("CANCELLED")
                 raise
             # Something inside was cancelled, not the call: its caller must hear of it.
             log.warning("a call was cut short", method=method)
-            await abort(context, KvxferError(Reason.SHUTTING_DOWN, "the call was cut short by a shutdown"), method)
+            await refuse(context, KvxferError(Reason.SHUTTING_DOWN, "the call was cut short by a shutdown"))
         except Exception:  # the last line of defence: nothing that a caller sends may end the process
             log.exception("a call failed in an unforeseen way", method=method)
-            await abort(context, KvxferError(Reason.INTERNAL, "an internal error; see the sidecar's log"), method)
+            await refuse(context, KvxferError(Reason.INTERNAL, "an internal error; see the sidecar's log"))
         else:
+            tally.ended("OK")
             log.debug("call", method=method, seconds=round(time.perf_counter() - began, 6))
             return answer
 
     return call
 
 
-def _stream(behaviour: Any, method: str) -> Any:
+def _stream(behaviour: Any, method: str, tally: Tally) -> Any:
     async def call(request: Any, context: Context) -> AsyncIterator[Any]:
         try:
             if isinstance(request, KvxferError):
@@ -93,12 +135,20 @@ def _stream(behaviour: Any, method: str) -> Any:
             async for answer in behaviour(request, context):
                 yield answer
         except KvxferError as error:
+            tally.refused(error)
             await abort(context, error, method)
-        except (grpc.aio.AbortError, asyncio.CancelledError, GeneratorExit):
+        except grpc.aio.AbortError:
+            raise
+        except (asyncio.CancelledError, GeneratorExit):
+            tally.ended("CANCELLED")
             raise
         except Exception:  # as above
             log.exception("a stream failed in an unforeseen way", method=method)
-            await abort(context, KvxferError(Reason.INTERNAL, "an internal error; see the sidecar's log"), method)
+            unforeseen = KvxferError(Reason.INTERNAL, "an internal error; see the sidecar's log")
+            tally.refused(unforeseen)
+            await abort(context, unforeseen, method)
+        else:
+            tally.ended("OK")
 
     return call
 

@@ -23,6 +23,7 @@ import structlog
 from kvxfer.core.errors import KvxferError, Reason
 from kvxfer.core.layout import CacheLayout
 from kvxfer.core.leases import Lease, ReadKey
+from kvxfer.service.events import Events
 from kvxfer.service.publications import check_promise, check_publication, content_digest
 from kvxfer.service.settings import ServiceSettings
 from kvxfer.service.watch import Watchers
@@ -86,8 +87,9 @@ class Totals:
 class Leases:
     """The published requests of one registration.  Call :meth:`tick` now and then; it is cheap."""
 
-    def __init__(self, layout: CacheLayout, settings: ServiceSettings) -> None:
+    def __init__(self, layout: CacheLayout, settings: ServiceSettings, events: Events) -> None:
         self._layout = layout
+        self._events = events
         self._settings = settings
         self._known: dict[str, _Entry] = {}
         self._live = 0
@@ -151,7 +153,8 @@ class Leases:
         if self._live >= self._settings.max_leases:
             raise KvxferError(
                 Reason.LIMIT_EXCEEDED,
-                f"{self._live} requests are published; the limit is {self._settings.max_leases}",
+                f"{self._live} requests are published; the limit is {self._settings.max_leases} (max_leases)",
+                limit_name="max_leases",
                 limit=self._settings.max_leases,
             )
         self._numbers += 1
@@ -169,6 +172,7 @@ class Leases:
         entry = self._known[record.request_id] = _Entry(lease, digest)
         self._live += 1
         self.totals.published += 1
+        self._events.lease_published()
         self.watchers.tell(copy.copy(lease))
         with self._changing(entry):
             for early in self._early.pop(record.request_id, {}).values():
@@ -399,6 +403,7 @@ class Leases:
         self._live -= 1
         name = lease.state.value.lower()
         setattr(self.totals, name, getattr(self.totals, name) + 1)
+        self._events.lease_ended(lease, time.monotonic())
         self._changed.set()
         self.watchers.tell(lease)
         self._ended.append(entry)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Protocol
 
 import structlog
@@ -13,6 +13,7 @@ import structlog
 from kvxfer.core.errors import KvxferError, Reason
 from kvxfer.core.pairing import PairingOptions
 from kvxfer.core.plan import Plan, SourcePlan
+from kvxfer.service.transport import Transport
 from kvxfer.wire.peer import CloseRead, ExchangeAnswer, ExchangeQuery, Granted, OpenRead, ReadRef
 from kvxfer.wire.requests import Target
 from kvxfer.xfer.api import Peer, Rows, TransferEngine
@@ -24,6 +25,8 @@ log = structlog.get_logger()
 
 #: A peer's idle timeout is taken as at least and at most so many seconds.
 IDLE_BOUNDS: Final = (3.0, 600.0)
+#: Reads that are looked at to find out how a link's bytes come: where its sources differ, no read tells.
+MAX_LOOKS: Final = 8
 #: A peer's attention is taken as at most so many seconds.
 MAX_ATTENTION: Final = 60.0
 
@@ -68,12 +71,14 @@ class RemoteRank:
     :param facts: without its memory.
     :param groups: names of its groups.
     :param attentive_until: it polls until then at least, monotonic seconds: later reads are announced first.
+    :param heard_at: when it has answered last, monotonic seconds.
     """
 
     client: PeerClient
     facts: ExchangeAnswer
     groups: tuple[str, ...]
     attentive_until: float = 0.0
+    heard_at: float = field(default_factory=time.monotonic)
 
     @property
     def attentive(self) -> bool:
@@ -83,6 +88,7 @@ class RemoteRank:
     def heard(self, asked: float) -> None:
         """It has answered something that renews its attention, and that was sent at ``asked``; half of it is ours."""
         self.attentive_until = max(self.attentive_until, asked + min(self.facts.attention, MAX_ATTENTION) / 2)
+        self.heard_at = time.monotonic()
 
     @property
     def beat_interval(self) -> float:
@@ -154,6 +160,11 @@ class Link:
         self.sources: Final = sources
         self._incarnations = {r.facts.rank.number: r.facts.incarnation for r in ranks}
         self.lost: Final[asyncio.Future[KvxferError]] = asyncio.get_running_loop().create_future()
+        #: How its bytes come, once that was seen.
+        self.transport = Transport.UNKNOWN
+        self.looks_left = MAX_LOOKS
+        #: Whether that is slower than it would have to be.
+        self.slow = False
         self._users = 1
         self.used = time.monotonic()
         self._watchers = [asyncio.ensure_future(self._watch(s.rank)) for s in sources]
@@ -175,9 +186,28 @@ class Link:
     def lose(self, error: KvxferError) -> None:
         """A source is gone: nothing new is read over this link, and reads under way fail."""
         if not self.lost.done():
-            log.warning("peer lost", engine=self.target.engine_id, reason=error.reason.value, detail=error.message)
+            self._owner.events.peer_lost(self, error)
             self.lost.set_result(error.bare())
             self._owner.drop(self)
+
+    def found(self, transport: Transport) -> None:
+        """How its bytes come was seen."""
+        if self.transport is Transport.UNKNOWN and transport is not Transport.UNKNOWN:
+            self.transport = transport
+            self.slow = self.on_one_host and transport is Transport.TCP
+            if self.slow:
+                self._owner.events.slow_link(self)
+
+    @property
+    def to_be_seen(self) -> bool:
+        """Whether it is worth while to look how its bytes come."""
+        return self.transport is Transport.UNKNOWN and self.looks_left > 0
+
+    @property
+    def on_one_host(self) -> bool:
+        """Whether all that is read from is on this host."""
+        here = self._owner.host
+        return bool(here) and all(s.facts.host == here for s in self.sources)
 
     def hold(self) -> None:
         """One more user."""
@@ -212,6 +242,7 @@ class Link:
                     self.lose(rank.lost("its connection broke"))
                     return
                 await self._owner.beat(rank)
+                rank.heard_at = time.monotonic()
         except KvxferError as error:
             self.lose(rank.lost(str(error)))
         except Exception as error:  # a link that nobody watches would never be lost

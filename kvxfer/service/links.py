@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
@@ -19,8 +20,10 @@ from kvxfer.core.errors import KvxferError, Reason
 from kvxfer.core.layout import CacheLayout, MemoryKind
 from kvxfer.core.pairing import Member, PairingOptions, compile_plan
 from kvxfer.core.plan import SourcePlan
+from kvxfer.service.events import Events
 from kvxfer.service.link import Link, LinkSource, PeerClient, PeerConnector, RemoteRank
 from kvxfer.service.settings import ServiceSettings
+from kvxfer.service.transport import host_mark
 from kvxfer.wire.peer import ExchangeAnswer, ExchangeQuery, PeerMemory, Reader
 from kvxfer.wire.requests import Target
 from kvxfer.wire.tickets import TicketRank
@@ -47,6 +50,8 @@ class Links:
         self._connect = connect
         self._settings = settings
         self._stopped = False
+        #: Which host this is; see :func:`host_mark`.
+        self.host: Final = host_mark()
         #: How often there was no room for another engine.
         self.limited = 0
         self._links: dict[str, Link] = {}
@@ -54,8 +59,16 @@ class Links:
         self._attempts: dict[str, tuple[object, asyncio.Task[Link]]] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
 
-    def __iter__(self) -> Any:
+    def __iter__(self) -> Iterator[Link]:
         return iter(tuple(self._links.values()))
+
+    def __len__(self) -> int:
+        return len(self._links)
+
+    @property
+    def events(self) -> Events:
+        """Whom to tell of what happens."""
+        return self._registration.events
 
     async def get(self, target: Target, options: PairingOptions | None, timeout: float) -> Link:
         """The link to an engine, made now if need be.
@@ -97,7 +110,7 @@ class Links:
                     self._bounded_attempt(target, agreed, max(timeout, self._settings.handshake_timeout))
                 )
                 running = self._attempts[target.engine_id] = (key, task)
-                task.add_done_callback(lambda t: self._ended(target.engine_id, t))
+                task.add_done_callback(functools.partial(self._ended, target.engine_id, time.perf_counter()))
             # Not awaited itself: that would cancel it with this caller, and this caller with it.
             await asyncio.wait([running[1]])
             if running[1].cancelled():
@@ -123,10 +136,15 @@ class Links:
             )
         self.drop(min(idle, key=lambda link: link.used))
 
-    def _ended(self, engine_id: str, task: asyncio.Task[Link]) -> None:
+    def _ended(self, engine_id: str, began: float, task: asyncio.Task[Link]) -> None:
         del self._attempts[engine_id]
-        if not task.cancelled() and (error := task.exception()) is not None:
-            log.info("handshake failed", engine=engine_id, error=str(error))
+        if task.cancelled():
+            return
+        error = task.exception()
+        if error is not None and not isinstance(error, KvxferError):
+            error = KvxferError(Reason.INTERNAL, f"the handshake failed in an unforeseen way: {error!r}")
+        seconds = time.perf_counter() - began
+        self.events.handshake_ended(engine_id, seconds, error, None if error else task.result())
 
     async def _bounded_attempt(self, target: Target, options: PairingOptions, timeout: float) -> Link:
         """An attempt that ends: one that is stuck would be shared by every later caller."""
@@ -169,7 +187,6 @@ class Links:
         self._open.add(link)
         if former is not None:
             former.let_go()
-        log.info("handshake done", engine=target.engine_id, sources=[str(s.facts.rank) for s in sources])
         return link
 
     async def _exchange_all(

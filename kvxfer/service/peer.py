@@ -82,6 +82,7 @@ class PeerService(peer_pb2_grpc.KvPeerServicer):
                 poll_interval=self._poll_interval,
                 idle_timeout=IDLE_TIMEOUT,
                 attention=ATTENTION,
+                host=registration.links.host,
                 memory=None if known else memory,
             )
         )
@@ -89,10 +90,18 @@ class PeerService(peer_pb2_grpc.KvPeerServicer):
     async def OpenRead(self, request: pb.OpenReadRequest, context: Context) -> pb.OpenReadResponse:
         """A read is under way."""
         record = open_from_pb(request)
-        registration = self._of_read(record.ref)
-        # Whether or not it is granted, its READ may be under way, and does not end unless this side polls.
-        registration.readers.open(record.ref.reader, record.ref.transfer_id, context.peer())
-        return granted_to_pb(await registration.leases.open(record))
+        ref = record.ref
+        registration = self._find(ref.engine_id, ref.rank)
+        try:
+            _check_incarnation(registration, ref.incarnation)
+            # Whether or not it is granted, its READ may be under way, and does not end unless this side polls.
+            registration.readers.open(ref.reader, ref.transfer_id, context.peer())
+            granted = await registration.leases.open(record)
+        except KvxferError as error:
+            registration.events.read_refused(ref, error)
+            raise
+        registration.events.read_granted(ref)
+        return granted_to_pb(granted)
 
     async def RenewRead(self, request: pb.RenewReadRequest, context: Context) -> pb.RenewReadResponse:
         """A read goes on."""

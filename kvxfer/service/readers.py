@@ -10,12 +10,16 @@ what readers say into that demand.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
 
 from kvxfer.core.errors import KvxferError, Reason
 from kvxfer.wire.peer import Reader
 from kvxfer.xfer.api import Demand, TransferEngine
+
+#: Called with a reader that fell silent, where it called from, and the seconds since it was last heard of.
+OnLost = Callable[[Reader, str, float], None]
 
 #: How long a new reader may take to make its connection, seconds; polled without pause for so long.
 CONNECT_WINDOW: Final = 1.0
@@ -55,9 +59,24 @@ class ReaderStatus:
 class Readers:
     """The readers of one registration.  Call :meth:`tick` now and then; it is cheap."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_lost: OnLost = lambda reader, address, idle: None) -> None:
         self.engine: TransferEngine | None = None
+        self._on_lost = on_lost
         self._known: dict[Reader, _Reader] = {}
+
+    def __len__(self) -> int:
+        """Everyone who is connected."""
+        return len(self._known)
+
+    @property
+    def engines(self) -> set[str]:
+        """Their engines."""
+        return {reader.engine_id for reader in self._known}
+
+    @property
+    def most_reads(self) -> int:
+        """Reads under way of the reader that has most."""
+        return max((len(r.reads) for r in self._known.values()), default=0)
 
     def _engine(self) -> TransferEngine:
         if self.engine is None:
@@ -147,6 +166,7 @@ class Readers:
                     del reader.reads[transfer_id]
             if now - reader.heard >= IDLE_TIMEOUT:
                 self.leave(key)
+                self._on_lost(key, reader.address, now - reader.heard)
 
     def status(self) -> list[ReaderStatus]:
         """Everyone who is connected."""

@@ -25,12 +25,15 @@ from kvxfer.core.layout import CacheLayout
 from kvxfer.memory.api import MappedRegion, MemoryPolicy, open_region, take_region
 from kvxfer.memory.handles import Handle, Mappable, Owned
 from kvxfer.memory.mapping import MemoryIdentity
+from kvxfer.service.events import Events
 from kvxfer.service.leases import Leases
 from kvxfer.service.link import PeerConnector
 from kvxfer.service.links import Links
+from kvxfer.service.metrics import Metrics
 from kvxfer.service.readers import Readers
 from kvxfer.service.settings import ServiceSettings
 from kvxfer.service.transfers import Transfers
+from kvxfer.service.transport import Probe
 from kvxfer.wire.fields import at
 from kvxfer.wire.handles import handle_path
 from kvxfer.wire.peer import notice_from_bytes
@@ -56,6 +59,8 @@ class Registration:
         metadata: bytes,
         readers: Readers,
         leases: Leases,
+        events: Events,
+        probe: Probe,
         make_engine: EngineFactory,
         connect: PeerConnector,
         settings: ServiceSettings,
@@ -69,6 +74,8 @@ class Registration:
         self.exported: Final[tuple[Mappable | None, ...]] = tuple(r.export() for r in regions)
         self.readers: Final = readers
         self.leases: Final = leases
+        self.events: Final = events
+        self.probe: Final = probe
         self.links: Final = Links(self, connect, settings)
         self.transfers: Final = Transfers(self, settings)
         self.hold: Final = Hold(settings.engine_grace)
@@ -159,22 +166,41 @@ def _close_all(regions: Sequence[MappedRegion], keep: Callable[[MappedRegion], b
 class Registrations:
     """All registrations of a sidecar, by engine ID."""
 
-    def __init__(self, settings: ServiceSettings, make_engine: EngineFactory, connector: PeerConnector) -> None:
+    def __init__(
+        self,
+        settings: ServiceSettings,
+        make_engine: EngineFactory,
+        connector: PeerConnector,
+        metrics: Metrics | None = None,
+    ) -> None:
         self._settings = settings
         self._policy: MemoryPolicy = settings.memory
         self._make_engine = make_engine
         self._connector = connector
+        self.metrics: Final = metrics or Metrics()
+        self._probe = Probe()
         self._by_engine: dict[str, Registration] = {}
         self._locks: dict[str, asyncio.Lock] = {}
         self._users: Counter[str] = Counter()
         self._opening = 0
         self._ending: set[asyncio.Task[None]] = set()
         self._closed = False
-        #: Called whenever a registration comes or goes.
+        #: Called whenever a registration comes, takes no more work, or goes.
         self.on_change: Callable[[], None] = lambda: None
 
     def __len__(self) -> int:
         return len(self._by_engine)
+
+    @property
+    def unready(self) -> str:
+        """Why no work should be sent here: no cache is registered that takes any, or a transfer engine has failed.
+
+        Empty where it should.
+        """
+        takes = [r for r in self if r.takes_work]
+        if not takes:
+            return "no cache is registered" if not self._by_engine else "the cache is being unregistered"
+        return next((f"engine {r.identity.engine_id}: {r.engine.fault}" for r in takes if r.engine.fault), "")
 
     def __iter__(self) -> Iterator[Registration]:
         return iter(tuple(self._by_engine.values()))
@@ -235,8 +261,10 @@ class Registrations:
             elif (taken := len(self._by_engine) + self._opening) >= self._settings.max_registrations:
                 raise KvxferError(
                     Reason.LIMIT_EXCEEDED,
-                    f"{taken} engines are registered; the limit is {self._settings.max_registrations}",
+                    f"{taken} engines are registered; the limit is {self._settings.max_registrations} "
+                    "(max_registrations)",
                     field="engine_id",
+                    limit_name="max_registrations",
                     limit=self._settings.max_registrations,
                 )
             self._opening += existing is None
@@ -248,7 +276,7 @@ class Registrations:
                 # Nothing is read into the new registration while the old one may still be written: its blocks are the
                 # same memory.  Posted reads that have not drained in time end with their agents; reads that were
                 # granted to others are waited for as long as they were granted, or their bytes would count.
-                await existing.drain(self._settings.drain_timeout, self._settings.read_grant)
+                await self._drain(existing, self._settings.drain_timeout, self._settings.read_grant)
                 heirs = fresh.identities
                 await existing.close(
                     stale(engine_id, fresh.incarnation, existing.incarnation),
@@ -337,7 +365,8 @@ class Registrations:
                 if not isinstance(handle, Owned):
                     found.add(regions[-1])
             self._check_apart(regions, replaced)
-            readers, leases = Readers(), Leases(record.layout, self._settings)
+            events = Events(self.metrics, record.engine_id, incarnation)
+            readers, leases = Readers(events.reader_lost), Leases(record.layout, self._settings, events)
 
             def on_notification(agent: str, payload: bytes) -> None:
                 try:
@@ -375,6 +404,8 @@ class Registrations:
             metadata,
             readers,
             leases,
+            events,
+            self._probe,
             self._make_engine,
             self._connector,
             self._settings,
@@ -393,7 +424,7 @@ class Registrations:
             if incarnation and registration.incarnation != incarnation:
                 raise stale(engine_id, registration.incarnation, incarnation)
             seconds = self._settings.drain_timeout if drain is None else drain
-            if not await registration.drain(seconds):
+            if not await self._drain(registration, seconds):
                 raise KvxferError(
                     Reason.REGISTRATION_BUSY,
                     f"engine {engine_id} has not drained within {seconds:g} s; it takes no new work",
@@ -402,6 +433,11 @@ class Registrations:
                     reads_open=registration.leases.open_reads,
                 )
             await self._undo(registration, unregistered(engine_id))
+
+    async def _drain(self, registration: Registration, seconds: float, granted: float = 0.0) -> bool:
+        registration.closing = True
+        self.on_change()
+        return await registration.drain(seconds, granted)
 
     async def _undo(self, registration: Registration, why: KvxferError) -> None:
         await registration.close(why)
@@ -471,9 +507,8 @@ class Registrations:
     async def _bury(self, registration: Registration) -> None:
         """Its engine is gone: undo the registration, whether or not it drains in time."""
         engine_id, keep = registration.identity.engine_id, registration.hold.keep_leases
-        log.warning(
-            "engine lost", engine=engine_id, incarnation=registration.incarnation, leases=len(registration.leases)
-        )
+        registration.events.engine_lost(len(registration.leases))
+        self.on_change()
         if keep and not registration.closing:
             await registration.transfers.drain(self._settings.drain_timeout)
             await registration.leases.over()
@@ -481,7 +516,7 @@ class Registrations:
             if self._by_engine.get(engine_id) is not registration:
                 return
             # As where it is replaced: what is granted is waited for, and everything else ends with its agent.
-            await registration.drain(self._settings.drain_timeout, self._settings.read_grant)
+            await self._drain(registration, self._settings.drain_timeout, self._settings.read_grant)
             await self._undo(registration, unregistered(engine_id))
 
     async def _close(self, engine_id: str) -> None:

@@ -25,6 +25,11 @@ class Room:
         #: How often it was asked for in vain.
         self.refused = 0
 
+    @property
+    def most(self) -> int:
+        """What is taken for the peer that has taken most."""
+        return max(self._by_peer.values(), default=0)
+
     def take(self, peer: str, amount: int) -> None:
         """Take room for something that concerns ``peer``; give it back with :meth:`give`.
 

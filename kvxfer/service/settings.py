@@ -20,6 +20,7 @@ class ServiceSettings:
     max_peers: int = 256
     max_descriptors: int = 8_388_608
     max_leases: int = 65_536
+    message_limit: int = 16 * 1024 * 1024
     kept_transfers: int = 4096
     kept_leases: int = 4096
     handshake_timeout: float = 10.0

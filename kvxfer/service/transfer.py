@@ -14,6 +14,7 @@ from kvxfer.core.layout import Rank
 from kvxfer.core.resolve import BlockList
 from kvxfer.core.transfers import State
 from kvxfer.service.link import Link, LinkSource
+from kvxfer.service.transport import Look
 from kvxfer.wire.blocks import block_digest
 from kvxfer.wire.requests import TransferSpec
 from kvxfer.xfer.api import Read as XferRead
@@ -95,6 +96,8 @@ class Transfer:
         self.timings = Timings()
         self.created: Final = time.time()
         self.ended: float | None = None
+        #: What was so when it was posted, where the transport of its link is to be found out.
+        self.look: Look | None = None
         #: Ends the watch over a prepared transfer.
         self.disarm: Callable[[], None] = lambda: None
         self.settled: Final = asyncio.Event()

@@ -65,13 +65,13 @@ class Transfers:
         self._tasks: set[asyncio.Task[None]] = set()
         self._numbers = itertools.count(1)
         self._closing = False
-        self._transfers = Room(
+        self.room: Final = Room(
             "transfers",
             ("max_transfers", "max_transfers_per_peer"),
             settings.max_transfers,
             settings.max_transfers_per_peer,
         )
-        self._bytes = Room(
+        self.bytes_room: Final = Room(
             "bytes",
             ("max_bytes_in_flight", "max_bytes_in_flight_per_peer"),
             settings.max_bytes_in_flight,
@@ -83,12 +83,12 @@ class Transfers:
     @property
     def bytes_in_flight(self) -> int:
         """Bytes posted and not quiesced."""
-        return self._bytes.taken
+        return self.bytes_room.taken
 
     @property
     def limited(self) -> int:
         """How often there was no room for a transfer."""
-        return self._transfers.refused + self._bytes.refused
+        return self.room.refused + self.bytes_room.refused
 
     # -- looking ---------------------------------------------------------------------------------------------------
 
@@ -165,11 +165,11 @@ class Transfers:
                 remote=theirs,
             )
         peer = spec.ticket.engine_id
-        self._transfers.take(peer, 1)
+        self.room.take(peer, 1)
         try:
             return await self._prepare_within(spec, make)
         except BaseException:
-            self._transfers.give(peer, 1)
+            self.room.give(peer, 1)
             raise
 
     async def _prepare_within(self, spec: TransferSpec, make: bool) -> Transfer:
@@ -278,10 +278,11 @@ class Transfers:
                 block=busy & 0xFFFFFFFF,
                 transfer_id=self._claims[busy],
             )
-        self._bytes.take(transfer.remote_engine_id, transfer.bytes)
+        self.bytes_room.take(transfer.remote_engine_id, transfer.bytes)
         self._claims.update(dict.fromkeys(transfer.claims, transfer.id))
         self._move(transfer, Event.POST)
         transfer.disarm()
+        transfer.look = self._registration.probe.posted(transfer.bytes, wanted=link.to_be_seen)
         # Handed over before anything else is done: the copying goes on beside all that follows.
         posted = clock()
         reads = [
@@ -389,12 +390,22 @@ class Transfers:
             transfer.timings.make = max((live.read.make_seconds for live in transfer.live), default=None)
         self._move(transfer, event)
         if transfer.state is State.DONE:
+            self._look_at(transfer, results)
             self._free(transfer)  # its caller may reuse the blocks at once
         transfer.settled.set()
 
+    def _look_at(self, transfer: Transfer, results: list[ReadResult]) -> None:
+        """See how the bytes have come, where that is not known of the link yet."""
+        link, look = transfer.link, transfer.look
+        if link is not None and look is not None:
+            link.looks_left -= 1
+            probe = self._registration.probe
+            link.found(probe.see(look, transfer.bytes, results, one_host=link.on_one_host))
+
     def _free(self, transfer: Transfer) -> None:
         """The local blocks of a posted transfer are nobody's any more."""
-        self._bytes.give(transfer.remote_engine_id, transfer.bytes)
+        self._registration.probe.ended()
+        self.bytes_room.give(transfer.remote_engine_id, transfer.bytes)
         for claim in transfer.claims:
             del self._claims[claim]
 
@@ -415,11 +426,9 @@ class Transfers:
         self._move(transfer, Event.QUIESCED)
         if held:
             self._free(transfer)
-        if transfer.error is not None:
-            log.info("transfer ended", transfer=transfer.id, state=transfer.state.value, error=str(transfer.error))
         transfer.forget_details()
         transfer.finished.set()
-        self._transfers.give(transfer.remote_engine_id, 1)
+        self.room.give(transfer.remote_engine_id, 1)
         self.watchers.tell(transfer)
         self._ended.append(transfer.id)
         while len(self._ended) > self._settings.kept_transfers:
@@ -535,6 +544,7 @@ class Transfers:
             return
         if transfer.state in life.FINAL_STATES:
             transfer.ended = time.time()
+            self._registration.events.transfer_ended(transfer)
         if transfer.state is State.DONE:
             self.totals.done += 1
             self.totals.bytes_read += transfer.bytes

@@ -106,6 +106,7 @@ class ExchangeAnswer:
     :param poll_interval: the peer polls at least so often while it is attentive, seconds.
     :param idle_timeout: the peer forgets a reader of which it hears nothing for so long, seconds.
     :param attention: the peer is attentive for so long after it has met a reader or heard of a read, seconds.
+    :param host: equal to the reader's own where both run on one host; empty where it is not told.
     """
 
     protocol_version: int
@@ -119,6 +120,7 @@ class ExchangeAnswer:
     idle_timeout: float
     attention: float
     memory: PeerMemory | None
+    host: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,6 +249,7 @@ def answer_to_pb(answer: ExchangeAnswer) -> pb.ExchangeResponse:
         poll_interval=duration(answer.poll_interval),
         idle_timeout=duration(answer.idle_timeout),
         attention=duration(answer.attention),
+        host=answer.host,
     )
     if memory := answer.memory:
         message.layout.CopyFrom(layout_to_pb(memory.layout))
@@ -276,6 +279,7 @@ def _answer(message: pb.ExchangeResponse) -> ExchangeAnswer:
         idle_timeout=seconds(message, "idle_timeout", ""),
         attention=seconds(message, "attention", ""),
         memory=_memory(message) if message.HasField("layout") else None,
+        host=optional_text(message.host, "host", MAX_INCARNATION),
     )
 
 

@@ -285,6 +285,10 @@ class TransferEngine(Protocol):
     def name(self) -> str:
         """The agent name: unique among everything that may ever meet, so it carries the incarnation."""
 
+    @property
+    def fault(self) -> str:
+        """Why it cannot be relied on: it does not run, or the library fails or hangs; empty while it works."""
+
     async def start(self) -> None:
         """Create the agent.  Raises UNSUPPORTED (no library or backend), INTERNAL."""
 

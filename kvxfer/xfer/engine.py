@@ -97,6 +97,13 @@ class PumpedEngine:
         """The agent name."""
         return self._name
 
+    @property
+    def fault(self) -> str:
+        """See :attr:`kvxfer.xfer.api.TransferEngine.fault`."""
+        if self._state != "open" or self._running is None:
+            return f"the transfer engine is {self._state}"
+        return self._running.fault
+
     async def start(self) -> None:
         """See :meth:`kvxfer.xfer.api.TransferEngine.start`."""
         if self._state != "new":

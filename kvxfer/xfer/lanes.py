@@ -146,6 +146,11 @@ class LanedEngine:
         """The agent name of the first lane."""
         return self._first.name
 
+    @property
+    def fault(self) -> str:
+        """That of the first lane that has one."""
+        return next((lane.fault for lane in self._lanes if lane.fault), "")
+
     async def start(self) -> None:
         """Start every lane; on a failure none is left running."""
         await self._everywhere(lambda lane: lane.start(), undo=lambda lane, _: lane.close())

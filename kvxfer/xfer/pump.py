@@ -43,6 +43,10 @@ _log = logging.getLogger(__name__)
 
 #: How long to poll after the last event where this side only reads, seconds.
 _LINGER: Final = 1.0
+#: Polling that fails for so long is a fault, and so is a call of the library that others wait for, seconds.  One that
+#: copies a large read takes a second or so.
+FAILING: Final = 3.0
+HANGING: Final = 60.0
 #: Commands taken between two polls, so that a burst of them does not starve the requests in flight.
 _BURST: Final = 32
 #: Requests of at least so many bytes wait until nothing else is to be done, and are then posted one at a time: posting
@@ -202,6 +206,8 @@ class Pump:
         self._kept: list[Job] = []  # failed, and freed only with the agent
         self._last_event = 0.0
         self._complained = 0.0
+        self._turn = 0.0
+        self._failing_since: float | None = None
         self._stopping = False
         self._ended: asyncio.Future[None] = self._loop.create_future()
         self._thread = threading.Thread(target=self._run, name=f"kvxfer-pump-{name}", daemon=True)
@@ -210,7 +216,20 @@ class Pump:
 
     def start(self) -> None:
         """Start the thread."""
+        self._turn = time.perf_counter()
         self._thread.start()
+
+    @property
+    def fault(self) -> str:
+        """Why it cannot be relied on; empty while it works."""
+        if not self._thread.is_alive():
+            return "the thread of the transfer library has ended"
+        now, since = time.perf_counter(), self._failing_since
+        if since is not None and now - since >= FAILING:
+            return f"polling the transfer library has failed for {now - since:.0f} s"
+        if not self._commands.empty() and now - self._turn >= HANGING:
+            return f"the transfer library has not come back for {now - self._turn:.0f} s"
+        return ""
 
     def call(
         self, function: Callable[[Driver], Any], *, unwanted: Callable[[Any], None] | None = None
@@ -277,6 +296,7 @@ class Pump:
 
     def _run(self) -> None:
         while not self._stopping:
+            self._turn = time.perf_counter()
             self._take(self._patience())
             if self._bulk:
                 self._post(self._bulk.popleft())
@@ -335,7 +355,7 @@ class Pump:
             except queue.Empty:
                 return
             patience = 0.0
-            self._last_event = time.perf_counter()
+            self._last_event = self._turn = time.perf_counter()
             command()
             self._flush()  # before the next poll: somebody waits for this
 
@@ -349,8 +369,10 @@ class Pump:
             arrived = self._driver.notifications()
         except Exception as caught:  # noqa: BLE001  the thread must live on
             self.counters.poll_errors += 1
+            self._failing_since = self._failing_since or time.perf_counter()
             self._complain("polling for notifications failed", caught)
             return
+        self._failing_since = None
         for peer, payload in arrived:
             self._last_event = time.perf_counter()
             self.counters.notifications += 1

@@ -138,7 +138,7 @@ async def test_one_peer_does_not_take_all_the_room(cluster: Cluster) -> None:
     transfers = d.nodes[0].sidecar.registrations.get("engine-d").transfers
     for name in ("t1", "t2", "t3"):
         await asyncio.wait_for(transfers.get(name).finished.wait(), 5)
-    assert transfers._transfers.taken == transfers.bytes_in_flight == 0
+    assert transfers.room.taken == transfers.bytes_in_flight == 0
     assert (await read(sources[0], d)).state == pb.TRANSFER_STATE_DONE
 
 

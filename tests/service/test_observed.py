@@ -1,0 +1,319 @@
+"""What happens is told: in the metrics, in the log, and by GetStatus; and whether the sidecar is ready."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from typing import Any
+
+import pytest
+from google.protobuf.json_format import MessageToJson
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from kvxfer.core.errors import Reason
+from kvxfer.pb import transfer_pb2 as pb
+from kvxfer.service import readers as service_readers
+from kvxfer.service.transport import Transport
+from kvxfer.xfer import pump
+from tests.support.errors import refusal
+from tests.support.loopback import Cluster, Node, Reading, soon
+from tests.support.scrape import Scraped, get, scrape
+
+SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
+NAMES = ("kvxfer.v1.KvTransfer", "kvxfer.v1.KvPeer")
+
+
+@pytest.fixture
+async def reading(cluster: Cluster) -> Reading:
+    """Two sidecars that tell."""
+    p = await cluster.engine("engine-p", [await cluster.node(http_port=0, publish_wait=0.1)])
+    d = await cluster.engine("engine-d", [await cluster.node(http_port=0)])
+    return Reading(cluster, p, d)
+
+
+async def told(node: Node) -> Scraped:
+    return await asyncio.to_thread(scrape, node.sidecar.http_port)
+
+
+def logged_as(logged: list[Any], event: str) -> list[Any]:
+    return [entry for entry in logged if entry["event"] == event]
+
+
+async def status_of(node: Node) -> pb.GetStatusResponse:
+    status: pb.GetStatusResponse = await node.stub.GetStatus(pb.GetStatusRequest())
+    return status
+
+
+async def test_a_good_read(reading: Reading, logged: list[Any]) -> None:
+    transfer = await reading.good()
+    p, d = [await told(e.nodes[0]) for e in (reading.p, reading.d)]
+    pair = {"engine": "engine-d", "remote_engine": "engine-p"}
+    assert d.of("kvxfer_transfers_total", **pair) == {
+        tuple(sorted({**pair, "outcome": "done", "reason": "NONE"}.items())): 1
+    }
+    assert d.sum("kvxfer_read_bytes_total", **pair, remote_rank="tp0") == transfer.bytes
+    assert d.sum("kvxfer_read_descriptors_total", **pair) == transfer.descriptors
+    assert d.sum("kvxfer_read_merged_descriptors_total", **pair) == transfer.sources[0].reported_descriptors
+    for phase in ("resolve", "make", "queue", "post", "move", "open", "total"):
+        assert d.sum("kvxfer_transfer_phase_seconds_count", **pair, phase=phase) == 1, phase
+    assert d.sum("kvxfer_handshakes_total", **pair, reason="NONE") == 1
+    assert d.sum("kvxfer_handshake_seconds_count", engine="engine-d") == 1
+    assert d.sum("kvxfer_peers", role="source", transport="unknown") == 1
+    assert d.sum("kvxfer_grpc_calls_total", method="ReadBlocks", code="OK") == 1
+    assert d.sum("kvxfer_registered_bytes", engine="engine-d", rank="tp0") == 24 * 96
+    assert d.sum("kvxfer_ready") == d.sum("kvxfer_nixl_up") == d.sum("kvxfer_build_info") == 1
+    back = {"engine": "engine-p", "remote_engine": "engine-d"}
+    assert p.sum("kvxfer_reads_granted_total", **back, remote_rank="tp0") == 1
+    assert p.sum("kvxfer_reads_refused_total") == 0
+    assert p.sum("kvxfer_leases_published_total", engine="engine-p") == 1
+    assert p.sum("kvxfer_peers", role="reader") == 1
+    await soon(lambda: logged_as(logged, "lease ended"))
+    assert (await told(reading.p.nodes[0])).sum("kvxfer_leases_ended_total", state="released") == 1
+    (ended,) = logged_as(logged, "transfer ended")
+    assert (ended["peer"], ended["peer_ranks"], ended["state"]) == ("engine-p", ["tp0"], "done")
+    assert ended["transfer"] == transfer.transfer_id
+    assert ended["request"] == transfer.request_id
+    assert ended["peer_incarnations"] == [reading.p.members[0].registered.incarnation]
+
+
+async def test_a_stale_read_an_expired_lease_and_a_lost_peer_are_three_things(
+    reading: Reading, logged: list[Any]
+) -> None:
+    """The first two at P, whose reader was too late; the third at D."""
+    node_p, node_d = reading.p.nodes[0], reading.d.nodes[0]
+    await reading.good()
+    ticket = reading.p.ticket(reading.p_lists, reading.TOKENS, publish=False)
+    reading.p.publish(ticket, ttl=0.01)
+    await soon(lambda: logged_as(logged, "lease ended") and logged_as(logged, "lease ended")[-1]["state"] == "expired")
+    found = await told(node_p)
+    assert found.sum("kvxfer_leases_ended_total", engine="engine-p", state="expired") == 1
+    assert found.sum("kvxfer_reads_refused_total") == 0
+    request = reading.d.request(ticket, reading.d_lists, transfer_id="late")
+    assert (await refusal(reading.stub.ReadBlocks(request))).reason is Reason.LEASE_EXPIRED
+    await soon(lambda: logged_as(logged, "transfer ended")[-1]["transfer"] == "late")
+    found = await told(node_p)
+    labels = {"engine": "engine-p", "remote_engine": "engine-d", "remote_rank": "tp0", "reason": "LEASE_EXPIRED"}
+    assert found.of("kvxfer_reads_refused_total") == {tuple(sorted(labels.items())): 1}
+    assert found.sum("kvxfer_leases_ended_total", state="expired") == 1
+    (refused,) = logged_as(logged, "read refused")
+    assert refused["log_level"] == "warning"
+    assert (refused["request"], refused["peer"], refused["peer_rank"]) == (ticket.request_id, "engine-d", "tp0")
+    assert refused["transfer"].startswith("late")
+    assert refused["peer_incarnation"] == reading.d.members[0].registered.incarnation
+    assert refused["incarnation"] == reading.p.members[0].registered.incarnation
+    counts = (await status_of(node_p)).counts
+    assert (counts.leases_expired, counts.stale_reads_refused, counts.links_lost) == (1, 1, 0)
+    found = await told(node_d)
+    assert found.sum("kvxfer_transfers_total", outcome="failed", reason="LEASE_EXPIRED") == 1
+    assert found.sum("kvxfer_links_lost_total") == 0
+    await node_p.stop()
+    await soon(lambda: logged_as(logged, "peer lost"))
+    (lost,) = logged_as(logged, "peer lost")
+    assert (lost["engine"], lost["peer"], lost["peer_rank"]) == ("engine-d", "engine-p", "tp0")
+    assert lost["peer_incarnation"] == reading.p.members[0].registered.incarnation
+    found = await told(node_d)
+    assert found.of("kvxfer_links_lost_total") == {
+        (("engine", "engine-d"), ("reason", "PEER_LOST"), ("remote_engine", "engine-p")): 1
+    }
+    status = await status_of(node_d)
+    assert (status.counts.links_lost, status.counts.stale_reads_refused) == (1, 0)
+    (told_lost,) = status.lost_peers
+    assert (told_lost.remote_engine_id, told_lost.role) == ("engine-p", pb.PEER_ROLE_SOURCE)
+    assert told_lost.incarnation == reading.p.members[0].registered.incarnation
+
+
+async def test_a_reader_that_falls_silent(reading: Reading, logged: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    await reading.good()
+    monkeypatch.setattr(service_readers, "IDLE_TIMEOUT", 0.0)
+    await soon(lambda: logged_as(logged, "reader lost"))
+    node = reading.p.nodes[0]
+    assert (await told(node)).sum("kvxfer_readers_lost_total", engine="engine-p", remote_engine="engine-d") >= 1
+    status = await status_of(node)
+    assert status.counts.readers_lost >= 1
+    assert status.lost_peers[0].role == pb.PEER_ROLE_READER
+
+
+async def test_a_handshake_that_fails(reading: Reading, logged: list[Any]) -> None:
+    request = reading.request("t1")
+    await reading.p.nodes[0].stop()
+    assert (await refusal(reading.stub.ReadBlocks(request))).reason is Reason.PEER_UNREACHABLE
+    found = await told(reading.d.nodes[0])
+    assert found.sum("kvxfer_handshakes_total", remote_engine="engine-p", reason="PEER_UNREACHABLE") == 1
+    assert found.sum("kvxfer_handshake_seconds_count") == 0
+    assert found.sum("kvxfer_grpc_calls_total", method="ReadBlocks", code="UNAVAILABLE") == 1
+    assert logged_as(logged, "handshake failed")[0]["peer"] == "engine-p"
+
+
+async def test_limits_tell_how_often_they_refused(cluster: Cluster) -> None:
+    node = await cluster.node(http_port=0, max_registrations=1, max_leases=1, max_transfers=1, max_descriptors=3)
+    p = await cluster.engine("engine-p", [await cluster.node(http_port=0)])
+    d = await cluster.engine("engine-d", [node])
+    reading = Reading(cluster, p, d)
+    other = await cluster.engine("engine-x", [node], register=False)
+    assert (await refusal(other.register())).reason is Reason.LIMIT_EXCEEDED
+    assert (await refusal(reading.stub.ReadBlocks(reading.request()))).reason is Reason.TOO_MANY_DESCRIPTORS
+    found = await told(node)
+    assert {dict(k)["limit"]: n for k, n in found.of("kvxfer_limit_refusals_total").items()} == {
+        "max_registrations": 1,
+        "max_descriptors": 1,
+    }
+    assert found.sum("kvxfer_limit", limit="max_registrations") == 1
+    assert found.sum("kvxfer_limit_used", limit="max_registrations") == 1
+    status = {x.name: x for x in (await status_of(node)).limits}
+    assert (status["max_registrations"].used, status["max_registrations"].refused) == (1, 1)
+    assert not status["max_descriptors"].HasField("used")
+    assert (await told(p.nodes[0])).sum("kvxfer_limit_refusals_total") == 0
+
+
+async def test_what_a_peer_has_refused_is_counted_there(reading: Reading, monkeypatch: pytest.MonkeyPatch) -> None:
+    await reading.good()
+    monkeypatch.setattr(service_readers, "MAX_READS", 0)
+    assert (await refusal(reading.stub.ReadBlocks(reading.request()))).reason is Reason.LIMIT_EXCEEDED
+    p, d = [await told(e.nodes[0]) for e in (reading.p, reading.d)]
+    assert p.sum("kvxfer_limit_refusals_total", limit="max_reads") == 1
+    assert p.sum("kvxfer_reads_refused_total", reason="LIMIT_EXCEEDED") == 1
+    assert d.sum("kvxfer_limit_refusals_total") == 0
+
+
+async def test_secrets_are_told_nowhere(reading: Reading, logged: list[Any]) -> None:
+    ticket = reading.ticket()
+    await reading.stub.ReadBlocks(reading.d.request(ticket, reading.d_lists))
+    metadata = reading.p.nodes[0].sidecar.registrations.get("engine-p").metadata
+    everything = [json.dumps(logged, default=str)]
+    for engine in (reading.p, reading.d):
+        node = engine.nodes[0]
+        everything.append((await told(node)).text)
+        everything.append(MessageToJson(await status_of(node)))
+    for text in everything:
+        for secret in (ticket.lease_token, metadata):
+            assert secret.hex() not in text
+            assert repr(secret)[2:-1] not in text
+
+
+async def test_the_slow_way_is_told_once(reading: Reading, logged: list[Any]) -> None:
+    await reading.good()
+    (link,) = reading.d.nodes[0].sidecar.registrations.get("engine-d").links
+    assert link.on_one_host
+    link.found(Transport.UNKNOWN)
+    link.found(Transport.TCP)
+    link.found(Transport.CMA)
+    link.found(Transport.TCP)
+    (warned,) = [e for e in logged if "over TCP" in e["event"]]
+    assert (warned["log_level"], warned["peer"], warned["peer_ranks"]) == ("warning", "engine-p", ["tp0"])
+    found = await told(reading.d.nodes[0])
+    assert found.sum("kvxfer_slow_links_total", engine="engine-d", remote_engine="engine-p") == 1
+    assert found.sum("kvxfer_peers", transport="tcp") == 1
+    plan = await reading.d.handshake(reading.ticket())
+    assert any("CMA" in warning for warning in plan.warnings)
+    assert plan.sources[0].transport == "UCX: tcp"
+
+
+async def test_the_direct_way_and_other_hosts_are_no_matter_for_a_warning(reading: Reading, logged: list[Any]) -> None:
+    await reading.good()
+    (link,) = reading.d.nodes[0].sidecar.registrations.get("engine-d").links
+    link.found(Transport.CMA)
+    link.transport = Transport.UNKNOWN
+    reading.d.nodes[0].sidecar.registrations.get("engine-d").links.host = "elsewhere"  # type: ignore[misc]
+    link.found(Transport.TCP)
+    assert not [e for e in logged if "over TCP" in e["event"]]
+
+
+# -- readiness -------------------------------------------------------------------------------------------------------
+
+
+async def health(node: Node, service: str) -> set[int]:
+    """Over both listeners."""
+    found = set()
+    for channel in (node.channel, node.peer_channel):
+        stub: Any = health_pb2_grpc.HealthStub(channel)
+        found.add((await stub.Check(health_pb2.HealthCheckRequest(service=service))).status)
+    return found
+
+
+async def ready(node: Node, *, why: str = "") -> None:
+    """All who are asked say the same; soon."""
+    expected = {NOT_SERVING if why else SERVING}
+
+    async def agreed() -> bool:
+        answer = await asyncio.to_thread(get, node.sidecar.http_port, "/readyz")
+        http = why in answer.body and answer.status == 503 if why else answer.status == 200
+        return http and [await health(node, name) for name in NAMES] == [expected] * 2
+
+    deadline = time.monotonic() + 5
+    while not await agreed():
+        assert time.monotonic() < deadline, f"not everybody says {why or 'ready'!r}"
+        await asyncio.sleep(0.01)
+    assert await health(node, "") == {SERVING}
+    assert (await asyncio.to_thread(get, node.sidecar.http_port, "/healthz")).status == 200
+    assert why in (await status_of(node)).unready_reason
+    assert (await told(node)).sum("kvxfer_ready") == (not why)
+
+
+async def test_ready_while_a_cache_is_registered_that_takes_work(cluster: Cluster) -> None:
+    node = await cluster.node(http_port=0)
+    await ready(node, why="no cache is registered")
+    await cluster.engine("engine-x", [node])
+    await ready(node)
+    await node.stub.UnregisterCache(pb.UnregisterCacheRequest(engine_id="engine-x"))
+    await ready(node, why="no cache is registered")
+
+
+async def test_not_ready_while_it_drains(reading: Reading) -> None:
+    """As long as a read that was granted is open; told at once, not when somebody next looks."""
+    node = reading.p.nodes[0]
+    node.sidecar._ticker.cancel()
+    await reading.d.handshake(reading.ticket())
+    reading.fabric.hold()
+    waiting = asyncio.ensure_future(reading.stub.ReadBlocks(reading.request("t1")))
+    leases = node.sidecar.registrations.get("engine-p").leases
+    await soon(lambda: leases.open_reads == 1)
+    request = pb.UnregisterCacheRequest(engine_id="engine-p")
+    request.drain_timeout.FromSeconds(10)
+    ending = asyncio.ensure_future(node.stub.UnregisterCache(request))
+    await ready(node, why="the cache is being unregistered")
+    reading.fabric.let_go()
+    await waiting
+    await ending
+    await ready(node, why="no cache is registered")
+
+
+async def test_not_ready_while_nixl_does_not_work(reading: Reading, monkeypatch: pytest.MonkeyPatch) -> None:
+    await reading.good()
+    node = reading.p.nodes[0]
+    monkeypatch.setattr(pump, "FAILING", 0.05)
+    broken = True
+    driver = node.engines[0].driver
+    really = driver.notifications
+
+    def fail() -> Any:
+        if broken:
+            raise RuntimeError("the library is in a bad way")
+        return really()
+
+    monkeypatch.setattr(driver, "notifications", fail)
+    await ready(node, why="engine engine-p: polling the transfer library has failed for")
+    assert (await told(node)).sum("kvxfer_nixl_up", engine="engine-p") == 0
+    broken = False
+    await ready(node)
+    assert (await told(node)).sum("kvxfer_nixl_up", engine="engine-p") == 1
+
+
+async def test_health_can_be_watched(cluster: Cluster) -> None:
+    node = await cluster.node()
+    watches = {}
+    for name in (*NAMES, ""):
+        for listener in (node.channel, node.peer_channel):
+            stub: Any = health_pb2_grpc.HealthStub(listener)
+            watches[name, listener] = stub.Watch(health_pb2.HealthCheckRequest(service=name))
+    for (name, _), watch in watches.items():
+        assert (await asyncio.wait_for(watch.read(), 5)).status == (NOT_SERVING if name else SERVING)
+    await cluster.engine("engine-x", [node])
+    for (name, _), watch in watches.items():
+        if name:
+            assert (await asyncio.wait_for(watch.read(), 5)).status == SERVING
+    await node.stub.UnregisterCache(pb.UnregisterCacheRequest(engine_id="engine-x"))
+    for (name, _), watch in watches.items():
+        if name:
+            assert (await asyncio.wait_for(watch.read(), 5)).status == NOT_SERVING
+        watch.cancel()

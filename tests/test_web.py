@@ -1,0 +1,218 @@
+"""The HTTP listener: what it answers, to whom, and that nobody can hang it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from kvxfer import web
+from kvxfer.core.errors import KvxferError, Reason
+from kvxfer.service.meters import Counter, Family, Histogram, Kind, Spec
+from kvxfer.web import Monitor, WebServer
+from tests.support.scrape import Scraped, get, scrape
+
+COUNTER = Counter(Spec("kvxfer_x_total", Kind.COUNTER, "Counts.", ("a",)))
+COUNTER.add(('strange "\\\n',), 2)
+HISTOGRAM = Histogram(Spec("kvxfer_y_seconds", Kind.HISTOGRAM, "Times.", (), (0.001, 1.0)))
+for _seconds in (0.0005, 0.5, 5.0):
+    HISTOGRAM.observe((), _seconds)
+
+
+class Scene:
+    """A listener on an event loop that can be kept busy."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        self.why = ""
+        self.fails = False
+        self.asked = 0
+        self.monitor = Monitor(self.loop, self._collect, lambda: self.why)
+        self.server = WebServer("127.0.0.1", 0, self.monitor)
+        self.port = self.server.port
+        self._thread = threading.Thread(target=self.loop.run_forever, daemon=True)
+        self._thread.start()
+        self.server.start()
+
+    def _collect(self) -> list[Family]:
+        self.asked += 1
+        if self.fails:
+            raise ZeroDivisionError("a fault of ours")
+        return [COUNTER.family(), HISTOGRAM.family()]
+
+    @contextlib.contextmanager
+    def busy(self) -> Iterator[None]:
+        """The event loop does not come round."""
+        blocked, free = threading.Event(), threading.Event()
+
+        def block() -> None:
+            blocked.set()
+            free.wait(30)
+
+        self.loop.call_soon_threadsafe(block)
+        assert blocked.wait(5)
+        try:
+            yield
+        finally:
+            free.set()
+
+    def close(self) -> None:
+        self.server.stop()
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join(5)
+        self.loop.close()
+
+
+@pytest.fixture
+def scene(monkeypatch: pytest.MonkeyPatch) -> Iterator[Scene]:
+    monkeypatch.setattr(web, "PATIENCE", 0.2)
+    made = Scene()
+    yield made
+    made.close()
+
+
+def test_metrics_are_text_that_prometheus_reads(scene: Scene) -> None:
+    answer = get(scene.port, "/metrics")
+    assert answer.status == 200
+    assert answer.type.startswith("text/plain")
+    found = Scraped(answer.body)
+    assert found.of("kvxfer_x_total") == {(("a", 'strange "\\\n'),): 2.0}
+    buckets = {dict(labels)["le"]: n for labels, n in found.of("kvxfer_y_seconds_bucket").items()}
+    assert buckets == {"0.001": 1.0, "1.0": 2.0, "+Inf": 3.0}
+    assert found.sum("kvxfer_y_seconds_count") == 3
+    assert found.sum("kvxfer_y_seconds_sum") == 5.5005
+    assert found.sum("kvxfer_snapshot_age_seconds") == 0
+    assert found.sum("process_resident_memory_bytes") > 0
+    assert "_created" not in answer.body
+
+
+def test_openmetrics_where_it_is_asked_for(scene: Scene) -> None:
+    answer = get(scene.port, "/metrics", accept="application/openmetrics-text; version=1.0.0")
+    assert answer.type.startswith("application/openmetrics-text")
+    assert answer.body.endswith("# EOF\n")
+
+
+@pytest.mark.parametrize("path", ["/", "/metrics/", "/metrics/x", "/../metrics", "/debug", "/healthz/x"])
+def test_there_is_nothing_else(scene: Scene, path: str) -> None:
+    answer = get(scene.port, path)
+    assert answer.status == 404
+    assert "kvxfer_x" not in answer.body
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "OPTIONS"])
+def test_it_is_read_only(scene: Scene, method: str) -> None:
+    assert get(scene.port, "/metrics", method=method).status == 501
+
+
+def test_head_has_no_body(scene: Scene) -> None:
+    answer = get(scene.port, "/metrics", method="HEAD")
+    assert (answer.status, answer.body) == (200, "")
+
+
+def test_ready_says_why_it_is_not(scene: Scene) -> None:
+    assert get(scene.port, "/readyz").status == 200
+    scene.why = "no cache is registered"
+    answer = get(scene.port, "/readyz?verbose")
+    assert (answer.status, answer.body) == (503, "not ready: no cache is registered\n")
+    assert get(scene.port, "/healthz").status == 200
+
+
+def test_a_busy_loop_makes_a_scrape_old_and_not_late(scene: Scene) -> None:
+    scrape(scene.port)
+    asked = scene.asked
+    with scene.busy():
+        for _ in range(3):
+            began = time.monotonic()
+            found = scrape(scene.port)
+            assert time.monotonic() - began < 2
+            assert found.sum("kvxfer_x_total") == 2
+            assert found.sum("kvxfer_snapshot_age_seconds") >= 0.2
+        assert get(scene.port, "/healthz").status == 503
+        assert get(scene.port, "/readyz").status == 503
+    assert get(scene.port, "/healthz").status == 200
+    assert scrape(scene.port).sum("kvxfer_snapshot_age_seconds") == 0
+    assert scene.asked <= asked + 2  # what was asked in vain was asked once
+
+
+def test_a_loop_that_never_came_round_has_nothing_to_tell(scene: Scene) -> None:
+    with scene.busy():
+        assert get(scene.port, "/metrics").status == 503
+
+
+def test_a_scrape_that_fails_is_contained(scene: Scene) -> None:
+    scene.fails = True
+    answer = get(scene.port, "/metrics")
+    assert (answer.status, answer.body) == (500, "the scrape failed; see the sidecar's log\n")
+    scene.fails = False
+    assert scrape(scene.port).sum("kvxfer_x_total") == 2
+
+
+def test_slow_clients_are_hung_up_on_and_others_served(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many as there are threads, each sending a byte now and then; then they are over their time."""
+    monkeypatch.setattr(web, "DEADLINE", 1.5)
+    slow = [socket.create_connection(("127.0.0.1", scene.port)) for _ in range(web.MOST_AT_ONCE)]
+    try:
+        deadline = time.monotonic() + 5
+        while len(scene.server._deadlines) < web.MOST_AT_ONCE:
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
+        assert get(scene.port, "/metrics").status == 503  # told at once
+        done = False
+        while not done:
+            assert time.monotonic() < deadline
+            for client in slow:
+                with contextlib.suppress(OSError):
+                    client.send(b"G")
+            time.sleep(0.05)
+            done = not scene.server._deadlines
+        assert scrape(scene.port).sum("kvxfer_x_total") == 2
+    finally:
+        for client in slow:
+            client.close()
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"",
+        b"\x00\xff\xfe\r\n\r\n",
+        b"GET\r\n\r\n",
+        b"GET /metrics HTTP/9.9\r\n\r\n",
+        b"A" * 70_000,
+        b"GET /metrics HTTP/1.1\r\n",
+    ],
+    ids=["nothing", "noise", "short", "version", "long", "half"],
+)
+def test_nonsense_does_no_harm(scene: Scene, sent: bytes) -> None:
+    with socket.create_connection(("127.0.0.1", scene.port)) as client, contextlib.suppress(OSError):
+        client.sendall(sent)
+        client.shutdown(socket.SHUT_WR)
+        while client.recv(65_536):
+            pass
+    assert scrape(scene.port).sum("kvxfer_x_total") == 2
+
+
+def test_a_client_that_goes_away_in_the_answer(scene: Scene) -> None:
+    for _ in range(20):
+        client = socket.create_connection(("127.0.0.1", scene.port))
+        client.sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
+        client.close()
+    assert scrape(scene.port).sum("kvxfer_x_total") == 2
+
+
+def test_a_port_that_is_taken(scene: Scene) -> None:
+    with pytest.raises(KvxferError) as caught:
+        WebServer("127.0.0.1", scene.port, scene.monitor)
+    assert (caught.value.reason, caught.value.field) == (Reason.FIELD_INVALID, "http_port")
+    assert str(scene.port) in caught.value.message
+
+
+def test_a_closed_loop_is_not_alive() -> None:
+    loop = asyncio.new_event_loop()
+    loop.close()
+    assert not Monitor(loop, list, str).alive()

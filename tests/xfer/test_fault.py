@@ -1,0 +1,88 @@
+"""Whether a transfer engine can be relied on, as it says itself."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from kvxfer.xfer import pump
+from kvxfer.xfer.lanes import LanedEngine
+from kvxfer.xfer.loopback import Fabric, LoopbackEngine
+from tests.support.loopback import soon
+
+
+@pytest.fixture
+async def engine() -> AsyncIterator[LoopbackEngine]:
+    made = LoopbackEngine("x", Fabric())
+    await made.start()
+    yield made
+    await made.close()
+
+
+async def test_one_that_runs_has_none(engine: LoopbackEngine) -> None:
+    assert LoopbackEngine("y", Fabric()).fault == "the transfer engine is new"
+    assert engine.fault == ""
+    await engine.close()
+    assert engine.fault == "the transfer engine is closed"
+
+
+async def test_polling_that_fails_for_long(engine: LoopbackEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pump, "FAILING", 0.05)
+    really = engine.driver.notifications
+    fails = True
+
+    def fail() -> Any:
+        if fails:
+            raise RuntimeError("no")
+        return really()
+
+    monkeypatch.setattr(engine.driver, "notifications", fail)
+    with engine.serving():
+        assert engine.fault == ""  # a single failure is none
+        await soon(lambda: engine.fault.startswith("polling the transfer library has failed for"))
+        fails = False
+        await soon(lambda: engine.fault == "")
+
+
+async def test_a_library_that_does_not_come_back(engine: LoopbackEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pump, "HANGING", 0.05)
+    hangs, free = threading.Event(), threading.Event()
+
+    def hang() -> Any:
+        hangs.set()
+        free.wait(10)
+        return ()
+
+    monkeypatch.setattr(engine.driver, "notifications", hang)
+    try:
+        with engine.serving():
+            await soon(hangs.is_set)
+            assert engine.fault == ""  # nobody waits for it
+            waiting = engine.connected()
+            await soon(lambda: engine.fault.startswith("the transfer library has not come back for"))
+            free.set()
+            await soon(lambda: engine.fault == "")
+            waiting.close()
+    finally:
+        free.set()
+
+
+async def test_one_that_sleeps_is_none(engine: LoopbackEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing to do, and nothing asked of it: that no time is lost with turns is no fault."""
+    monkeypatch.setattr(pump, "HANGING", 0.0)
+    await engine.metadata()
+    await soon(lambda: engine.fault == "")
+
+
+async def test_a_fault_of_any_lane_is_one() -> None:
+    fabric = Fabric()
+    lanes = [LoopbackEngine(name, fabric) for name in ("a", "b")]
+    laned = LanedEngine(lanes)
+    await laned.start()
+    assert laned.fault == ""
+    await lanes[1].close()
+    assert laned.fault == "the transfer engine is closed"
+    await laned.close()
