@@ -15,12 +15,12 @@ PROTO_VENV ?= .venv-proto
 BIN := $(VENV)/bin
 ARGS ?=
 PYTEST_ARGS ?=
-# Processes for the tests that may share the machine; those that use the real NIXL run alone, after them.
+# Processes for the tests that may share the machine; those that watch the clock run alone, in the end.
 JOBS ?= auto
 HYPOTHESIS_PROFILE ?= ci
 
 PYTEST = HYPOTHESIS_PROFILE=$(HYPOTHESIS_PROFILE) $(BIN)/pytest
-# pytest ends with 5 when PYTEST_ARGS leave one of the two runs without a test.
+# pytest ends with 5 when PYTEST_ARGS leave one of the runs without a test.
 NOTHING_SELECTED = [ $$? -eq 5 -a -n '$(subst ','\'',$(PYTEST_ARGS))' ]
 
 PIP := -m pip --disable-pip-version-check --no-input install --quiet
@@ -48,7 +48,8 @@ promtool: $(VENV_READY) ## get promtool, which checks the alert rules (part of `
 
 pytest: $(DEV_READY) promtool ## the tests alone (PYTEST_ARGS="...", HYPOTHESIS_PROFILE=dev|ci|soak)
 	$(PYTEST) -m 'not nixl' -n $(JOBS) $(PYTEST_ARGS) || $(NOTHING_SELECTED)
-	$(PYTEST) -m nixl $(PYTEST_ARGS) || $(NOTHING_SELECTED)
+	$(PYTEST) -m 'nixl and not alone' -n $(JOBS) --dist loadfile $(PYTEST_ARGS) || $(NOTHING_SELECTED)
+	$(PYTEST) -m 'nixl and alone' $(PYTEST_ARGS) || $(NOTHING_SELECTED)
 
 lint: $(DEV_READY) ## ruff and buf: style, format, breaking changes; nothing is changed
 	$(BIN)/ruff check .

@@ -28,8 +28,17 @@ settings.load_profile(PROFILE)
 # Seconds for one property test that sets no timeout of its own; 0 is no limit.
 PROPERTY_TIMEOUT = {"ci": 300, "soak": 0}
 
-# What uses the real NIXL.  It spins while it transfers and its tests watch the clock: they run alone, after the rest.
+# What uses the real NIXL.  It spins while it transfers: these run after the rest, a file on each core.
 NIXL = ("integration/", "xfer/test_nixl.py")
+# Of these, what watches the clock, or counts what the machine has open: they run last, with nothing beside them.
+ALONE = (
+    "chaos/",
+    "integration/test_deaths.py",
+    "integration/test_idle.py",
+    "integration/test_kills.py",
+    "integration/test_stopped_peer.py",
+    "xfer/test_nixl.py",
+)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -39,5 +48,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         of_hypothesis = getattr(getattr(item, "obj", None), "is_hypothesis_test", False)
         if of_hypothesis and PROFILE in PROPERTY_TIMEOUT and item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(PROPERTY_TIMEOUT[PROFILE]))
-        if item.path.is_relative_to(here) and item.path.relative_to(here).as_posix().startswith(NIXL):
-            item.add_marker(pytest.mark.nixl)
+        if item.path.is_relative_to(here):
+            path = item.path.relative_to(here).as_posix()
+            if path.startswith(NIXL):
+                item.add_marker(pytest.mark.nixl)
+            if path.startswith(ALONE):
+                item.add_marker(pytest.mark.alone)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import subprocess
@@ -19,6 +18,7 @@ from kvxfer.cli.bench.case import Case, size
 from kvxfer.cli.bench.report import Outcome, quartiles, show
 from kvxfer.cli.main import app
 from kvxfer.core.errors import KvxferError
+from tests.support.places import abandoned, shared_places
 
 KVXFER = (sys.executable, "-m", "kvxfer", "bench")
 SMALL = ("--size", "4MiB", "--rounds", "3", "--timeout", "60")
@@ -28,25 +28,10 @@ SMALL = ("--size", "4MiB", "--rounds", "3", "--timeout", "60")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """The temporary directory of a benchmark, which must be empty at its end."""
     path = tmp_path_factory.mktemp("b")
-    before = set(Path("/dev/shm").glob("kvxfer-demo-*"))
+    before = shared_places()
     yield path
     assert list(path.iterdir()) == []
-    assert [left for left in set(Path("/dev/shm").glob("kvxfer-demo-*")) - before if abandoned(left)] == []
-
-
-def abandoned(directory: Path) -> bool:
-    """Whether nobody holds its lock: it is not that of a demo or benchmark which runs beside this test."""
-    try:
-        fd = os.open(directory, os.O_RDONLY)
-    except FileNotFoundError:
-        return False
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    finally:
-        os.close(fd)
-    return True
+    assert abandoned(before) == []
 
 
 def bench(place: Path, *arguments: str) -> subprocess.CompletedProcess[str]:

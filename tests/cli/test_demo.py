@@ -15,6 +15,8 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.support.places import abandoned, shared_places
+
 pytestmark = pytest.mark.nixl
 
 KVXFER = (sys.executable, "-c", "from kvxfer.cli import main; main()", "demo")
@@ -27,10 +29,10 @@ DEADLINE = 90.0
 def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """The temporary directory of a demo, which must be empty at its end."""
     path = tmp_path_factory.mktemp("d")
-    shared = set(Path("/dev/shm").glob("kvxfer-demo-*"))
+    before = shared_places()
     yield path
     assert list(path.iterdir()) == []
-    assert set(Path("/dev/shm").glob("kvxfer-demo-*")) <= shared
+    assert abandoned(before) == []
 
 
 def environment(place: Path) -> dict[str, str]:
@@ -163,14 +165,14 @@ def test_a_dead_child_is_named(running: Running, which: int, name: str) -> None:
 
 
 def test_children_die_with_the_demo(tmp_path: Path) -> None:
-    before = set(Path("/dev/shm").glob("kvxfer-demo-*"))
+    before = shared_places()
     running = Running(tmp_path)
     children = running.children()
     running.process.kill()
     running.end()
     assert gone(children)
     # Nobody is left to remove the directory; the next demo would, after a while.
-    for left in set(Path("/dev/shm").glob("kvxfer-demo-*")) - before:
+    for left in abandoned(before):
         shutil.rmtree(left)
 
 
