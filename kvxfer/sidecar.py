@@ -234,6 +234,8 @@ class Sidecar:
     def _measure(self) -> list[Family]:
         """Everything that is measured, now."""
         self.metrics.tick(time.monotonic(), gauges.connected(self.registrations))
+        if not all(self._versions):  # UCX is loaded with the first agent
+            self._versions = library_versions()
         versions = (__version__, str(PROTOCOL_VERSIONS[1]), *self._versions)
         now = gauges.families(self.registrations, self._limits, versions, ready=not self._unready)
         return [*now, *self.metrics.families()]

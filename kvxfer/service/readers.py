@@ -39,6 +39,7 @@ MAX_READS: Final = 256
 class _Reader:
     address: str
     heard: float
+    stays: bool = False
     attentive: Demand | None = None
     attentive_until: float = 0.0
     connecting: Demand | None = None
@@ -100,6 +101,7 @@ class Readers:
                 )
             reader = self._known[key] = _Reader(address, now)
         reader.heard, reader.address = now, address
+        reader.stays |= not connecting
         if connecting:
             self._attend(reader, now)
             if reader.connecting is None:
@@ -152,7 +154,10 @@ class Readers:
                 end.close()
 
     def tick(self, now: float) -> None:
-        """Forget readers that fell silent and end demands that ran out; ``now`` in monotonic seconds."""
+        """Forget readers that fell silent and end demands that ran out; ``now`` in monotonic seconds.
+
+        Who has only been met is not lost: a reader meets every rank of an engine, and then reads from some of them.
+        """
         for key, reader in list(self._known.items()):
             if reader.connecting is not None and now >= reader.connecting_until:
                 reader.connecting.close()
@@ -166,7 +171,8 @@ class Readers:
                     del reader.reads[transfer_id]
             if now - reader.heard >= IDLE_TIMEOUT:
                 self.leave(key)
-                self._on_lost(key, reader.address, now - reader.heard)
+                if reader.stays:
+                    self._on_lost(key, reader.address, now - reader.heard)
 
     def status(self) -> list[ReaderStatus]:
         """Everyone who is connected."""

@@ -155,6 +155,10 @@ def test_the_slow_way_on_one_host_is_told_once() -> None:
         assert (warned["level"], warned["peer"]) == ("warning", "engine-p")
         assert reader.metrics().sum("kvxfer_slow_links_total") == 1
         assert reader.metrics().sum("kvxfer_peers", role="source", transport="tcp") == 1
-        assert reader.inspect()["status"]["peers"][0]["transport"] == "UCX: tcp"
+        status = reader.inspect()["status"]
+        assert status["peers"][0]["transport"] == "UCX: tcp"
+        versions = {"nixl_version": status["nixl_version"], "ucx_version": status["ucx_version"]}
+        assert all(versions.values()), "versions of libraries that are loaded with the first agent"
+        assert reader.metrics().sum("kvxfer_build_info", **versions) == 1
         for side in (source, reader):
             side.engine.close()

@@ -117,3 +117,19 @@ async def test_a_reader_that_only_stays_connected_costs_nothing(readers: Readers
     assert not +demands.held
     readers.tick(time.monotonic() + IDLE_TIMEOUT + 1)
     assert not readers.status()
+
+
+@pytest.mark.parametrize("sign", ["none", "beat", "read"])
+def test_only_who_stayed_is_lost(demands: Demands, sign: str) -> None:
+    """A reader meets every rank of an engine; those that it does not read from hear no more of it."""
+    lost: list[Reader] = []
+    readers = Readers(lambda who, address, idle: lost.append(who))
+    readers.engine = demands  # type: ignore[assignment]
+    readers.meet(reader(1), "somewhere:1", connecting=True)
+    if sign == "beat":
+        readers.meet(reader(1), "somewhere:1", connecting=False)
+    elif sign == "read":
+        readers.open(reader(1), "transfer", "somewhere:1")
+    readers.tick(time.monotonic() + IDLE_TIMEOUT)
+    assert len(readers) == 0
+    assert lost == ([] if sign == "none" else [reader(1)])
