@@ -175,9 +175,8 @@ class Sidecar:
         )
         if self._tls is None and not is_loopback(self.settings.peer_host):
             log.warning("the peer port is plaintext: whoever reaches it can read every registered cache")
-        for left in list_owned(self.settings.memory_policy()):
-            # It outlives its sidecar so that an engine can have it again; one that nobody asks for stays for good.
-            log.info("memory that a sidecar made is there to be adopted", path=left.path, bytes=left.size)
+        self._tell_missing()
+        self._tell_owned("memory that a sidecar made is there to be adopted")
 
     async def stop(self) -> None:
         """Drain and stop: refuse new work, let transfers end, unregister, close the listeners.  Idempotent."""
@@ -196,7 +195,20 @@ class Sidecar:
             await asyncio.to_thread(self._web.stop)
         with contextlib.suppress(FileNotFoundError):
             self.settings.engine_socket.unlink()
+        self._tell_owned(
+            "memory that a sidecar made stays, for an engine that lives on; who needs it no more removes it"
+        )
         log.info("stopped")
+
+    def _tell_missing(self) -> None:
+        for directory in self.settings.memory_directories:
+            if not Path(directory).is_dir():
+                log.warning("there is no such memory directory; engines cannot hand over files there", path=directory)
+
+    def _tell_owned(self, event: str) -> None:
+        """It outlives its sidecar so that an engine can have it again; what nobody asks for stays for good."""
+        for left in list_owned(self.settings.memory_policy()):
+            log.info(event, path=left.path, bytes=left.size)
 
     # -- listeners -------------------------------------------------------------------------------------------------
 
@@ -330,6 +342,7 @@ def _make_way(path: Path, group: int | None) -> None:
     try:
         if not path.parent.exists():
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            log.info("made the engine socket's directory", path=str(path.parent))
             if group is not None:
                 os.chown(path.parent, -1, group)
                 path.parent.chmod(0o710)

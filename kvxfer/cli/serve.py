@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from kvxfer.cli.settings import flags, problems
+from kvxfer.cli.settings import flags, problems, unknown_variables
 from kvxfer.core.errors import KvxferError, Reason
 
 
@@ -97,6 +98,8 @@ def serve(
     from kvxfer import sidecar
     from kvxfer.xfer.environment import hard_exit
 
+    for unknown in unknown_variables(os.environ):
+        typer.echo(f"kvxfer: {unknown}", err=True)
     status = 0
     try:
         sidecar.serve(settings)

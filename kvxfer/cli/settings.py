@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, Final
 
 from kvxfer.core.errors import KvxferError, Reason
@@ -35,4 +36,20 @@ def flags(options: Mapping[str, Any], pairs: Iterable[str]) -> dict[str, Any]:
 
 def problems(error: ValidationError) -> list[str]:
     """What is wrong with settings, one text for each."""
-    return [f"{'.'.join(map(str, e['loc'])) or 'settings'}: {e['msg']}" for e in error.errors()]
+    return [
+        f"{'.'.join(map(str, e['loc'])) or 'settings'}: {e['msg'].removeprefix('Value error, ')}"
+        for e in error.errors()
+    ]
+
+
+def unknown_variables(environment: Mapping[str, str]) -> list[str]:
+    """Variables that look like a setting of kvxfer's and are none, each with the setting that may be meant."""
+    from kvxfer.config import Settings
+
+    names = [f"KVXFER_{name.upper()}" for name in Settings.model_fields]
+    found = []
+    for variable in environment:
+        if variable.upper().startswith("KVXFER_") and variable.upper() not in names:
+            meant = get_close_matches(variable.upper(), names, 1, cutoff=0.8)
+            found.append(f"{variable} is no setting" + (f"; is {meant[0]} meant?" if meant else ""))
+    return found

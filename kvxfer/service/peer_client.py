@@ -112,7 +112,8 @@ class GrpcPeerClient:
         # no word about this side, nor a reason to give up what it still serves.
         reason = Reason.PEER_UNREACHABLE if known.reason is Reason.SHUTTING_DOWN else known.reason
         told = {**known.metadata, "peer": self._address, "said": known.reason.value}
-        raise KvxferError(reason, known.message, **told)
+        # Its message speaks of itself as "here".
+        raise KvxferError(reason, f"peer {self._address}: {known.message}", **told)
 
     def _how(self, details: str) -> str:
         """What may be said of TLS: a server that does not accept our certificate only hangs up."""

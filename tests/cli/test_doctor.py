@@ -242,7 +242,7 @@ def test_plain_output_says_why_and_what_to_do() -> None:
     assert done.returncode == 1
     lines = done.stdout.splitlines()
     # What serve would refuse is a finding, not bad usage.
-    assert lines[0].startswith("error    settings    settings: Value error, peer_host '0.0.0.0' is not loopback")
+    assert lines[0].startswith("error    settings    settings: peer_host '0.0.0.0' is not loopback")
     assert lines[1].strip().startswith("why: ")
     assert lines[2].strip().startswith("do:  ")
     assert lines[-1].endswith("1 error")

@@ -212,15 +212,24 @@ async def test_a_group_may_reach_the_socket_that_is_made_for_it(tmp_path: Path) 
         await sidecar.stop()
 
 
-async def test_memory_of_a_former_sidecar_is_named_at_the_start(cluster: Cluster, logged: list[Any]) -> None:
+async def test_memory_of_a_former_sidecar_is_named_at_the_start_and_at_the_end(
+    cluster: Cluster, logged: list[Any]
+) -> None:
     """It waits for an engine that takes it again; nobody else would ever say that it is there."""
     policy = MemoryPolicy(directories=(str(cluster.directory),))
     left = create_owned(Owned(4096), policy)
     handle = left.export()
     left.close(keep=True)
-    await cluster.node()
+    node = await cluster.node()
+    await node.sidecar.stop()
     assert isinstance(handle, FileHandle)
-    told = [
-        (e["path"], e["bytes"]) for e in logged if e["event"] == "memory that a sidecar made is there to be adopted"
-    ]
-    assert told == [(handle.path, 4096)]
+    told = [e["event"][:40] for e in logged if (e.get("path"), e.get("bytes")) == (handle.path, 4096)]
+    assert told == ["memory that a sidecar made is there to b", "memory that a sidecar made stays, for an"]
+
+
+async def test_a_memory_directory_that_is_not_there_is_told(cluster: Cluster, logged: list[Any]) -> None:
+    """It may come later, so it is no reason not to serve."""
+    missing = str(cluster.directory / "missing")
+    await cluster.node(memory_directories=(str(cluster.directory), missing))
+    told = [e["path"] for e in logged if e["event"].startswith("there is no such memory directory")]
+    assert told == [missing]
