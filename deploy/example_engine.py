@@ -45,6 +45,7 @@ DIRECTORY = Path(os.environ.get("CACHE_DIRECTORY", "/run/kvxfer"))
 KEY = "toy-model@1/bf16"
 LAYERS, BLOCKS, BLOCK_TOKENS = 4, 64, 16
 TOKENS = 250  # of a prompt: the last block is not full
+NEEDED = -(-TOKENS // BLOCK_TOKENS)
 
 
 def toy_layout() -> CacheLayout:
@@ -132,12 +133,11 @@ class Prefill:
         now = self.session.wait_registered(10)
         with self.lock:
             self.reclaim()
-            needed = -(-TOKENS // BLOCK_TOKENS)
-            if len(self.free) < needed:
-                raise RuntimeError(f"{len(self.free)} blocks are free, {needed} are needed: ask again later")
+            if len(self.free) < NEEDED:
+                raise RuntimeError(f"{len(self.free)} blocks are free, {NEEDED} are needed: ask again later")
             self.requests += 1
             request = f"request-{os.getpid()}-{self.requests}"
-            blocks = [self.free.pop() for _ in range(needed)]
+            blocks = [self.free.pop() for _ in range(NEEDED)]
             self.held[request] = blocks
         seed, token = time.time_ns(), new_lease_token()
         self.cache.write(blocks, keys_and_values(seed))
@@ -180,6 +180,11 @@ def prefill(port: int) -> int:
     return 0
 
 
+def some_blocks(seed: int) -> list[int]:
+    """As many blocks as a prompt needs, in no order."""
+    return [int(block) for block in np.random.default_rng(seed).permutation(BLOCKS)[:NEEDED]]
+
+
 def ask(url: str, seconds: float) -> tuple[str, int]:
     """A ticket, and what the cache was made from; waits for a prefill engine that is not there yet."""
     deadline = time.monotonic() + seconds
@@ -204,7 +209,7 @@ def decode(url: str, reads: int) -> int:
             for number in range(1, reads + 1):
                 ticket, seed = ask(url, 60)
                 # Other blocks than on P, as a scheduler of its own would choose.
-                blocks = [int(b) for b in np.random.default_rng(number).permutation(BLOCKS)[: -(-TOKENS // BLOCK_TOKENS)]]
+                blocks = some_blocks(number)
                 done = client.read(ticket, block_list(blocks))
                 wrong = int((cache.read(blocks) != keys_and_values(seed)).sum())
                 milliseconds = 1000 * (done.timings.total or 0)

@@ -18,11 +18,11 @@ may_install() { [ "$(id -u)" -eq 0 ] && command -v apt-get >/dev/null; }
 
 install() {
     echo "Installing $*" >&2
-    # shellcheck disable=SC2086
-    if ! DEBIAN_FRONTEND=noninteractive apt-get install --yes --no-install-recommends -qq $* >/dev/null; then
+    export DEBIAN_FRONTEND=noninteractive
+    apt-get install --yes --no-install-recommends -qq "$@" >/dev/null || {
         apt-get update -qq
-        DEBIAN_FRONTEND=noninteractive apt-get install --yes --no-install-recommends -qq $* >/dev/null
-    fi
+        apt-get install --yes --no-install-recommends -qq "$@" >/dev/null
+    }
 }
 
 engine() {
@@ -32,7 +32,8 @@ engine() {
     fi
     if ! command -v podman >/dev/null || ! command -v runc >/dev/null || [ ! -x /usr/lib/podman/netavark ]; then
         if may_install; then
-            install "$podman_packages"
+            # shellcheck disable=SC2086
+            install $podman_packages
         else
             {
                 echo "make containers needs Docker (a daemon that answers), or Podman with runc and netavark, as root."

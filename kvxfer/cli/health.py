@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -37,11 +37,12 @@ def health(
     import grpc
     from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+    stub: Any = health_pb2_grpc.HealthStub  # its stubs know nothing of what it has
     where = target or f"unix:{engine_socket}"
     with grpc.insecure_channel(where, options=[("grpc.enable_http_proxy", 0)]) as channel:
         try:
             request = health_pb2.HealthCheckRequest(service=service)
-            answer = health_pb2_grpc.HealthStub(channel).Check(request, timeout=timeout)
+            answer = stub(channel).Check(request, timeout=timeout)
         except grpc.RpcError as error:
             raise _told(error, where, service) from None
     status = health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)

@@ -1,6 +1,6 @@
 """An engine of the tests, inside a container: the toy engine of the image, told what to do one line (JSON) at a time.
 
-    python3 agent.py prefill|decode
+python3 agent.py prefill|decode
 """
 
 from __future__ import annotations
@@ -12,10 +12,9 @@ from typing import Any
 
 sys.path.insert(0, "/opt/kvxfer/share")
 
-import example_engine as toy  # noqa: E402
-import numpy as np  # noqa: E402
+import example_engine as toy
 
-from kvxfer_client import Client, KvxferError  # noqa: E402
+from kvxfer_client import Client, KvxferError
 
 role, answers = sys.argv[1], sys.stdout
 sys.stdout = sys.stderr  # what the toy engine prints is no answer
@@ -40,7 +39,7 @@ class Decode:
         self.session = client.session(layout, self.cache.regions, compatibility_key=toy.KEY, replace=True)
 
     def read(self, ticket: str, seed: int, timeout: float) -> dict[str, object]:
-        blocks = [int(b) for b in np.random.default_rng(seed).permutation(toy.BLOCKS)[: -(-toy.TOKENS // toy.BLOCK_TOKENS)]]
+        blocks = toy.some_blocks(seed)
         done = client.read(ticket, toy.block_list(blocks), timeout=timeout)
         return {"bytes": done.bytes, "right": bool((self.cache.read(blocks) == toy.keys_and_values(seed)).all())}
 
@@ -56,5 +55,7 @@ for line in sys.stdin:
         told["answer"] = getattr(engine, command.pop("do"))(**command)
     except KvxferError as error:
         told["error"] = {"reason": error.reason.value, "message": error.message}
+    except RuntimeError as error:
+        told["error"] = {"reason": "ENGINE", "message": str(error)}
     told["seconds"] = time.monotonic() - begin
     print(json.dumps(told), file=answers, flush=True)

@@ -56,21 +56,21 @@ class Containers:
     def podman(self) -> bool:
         return self.command == "podman"
 
-    def __call__(self, *arguments: str | Path, timeout: float = 60, check: bool = True) -> str:
-        """Run a command of the engine; what it wrote to standard output (and to standard error, where not checked)."""
+    def __call__(self, *arguments: str | Path, timeout: float = 60, check: bool = True, errors: bool = False) -> str:
+        """Run a command of the engine; what it wrote to standard output, and to standard error where ``errors``."""
         done = subprocess.run(
             [self.command, *map(str, arguments)],
             env=self.environment,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE if check else subprocess.STDOUT,
+            stderr=subprocess.STDOUT if errors else subprocess.PIPE,
             text=True,
             errors="replace",
             timeout=timeout,
         )
         if check and done.returncode:
             shown = " ".join(map(str, arguments))
-            raise Failed(f"{self.command} {shown} ended {done.returncode}: {done.stderr}\n{done.stdout}")
+            raise Failed(f"{self.command} {shown} ended {done.returncode}: {done.stderr or ''}\n{done.stdout}")
         return done.stdout
 
     def name(self, suffix: str) -> str:
@@ -87,23 +87,25 @@ class Containers:
 
     def logs(self, name: str) -> str:
         """What a container has written."""
-        return self("logs", name, check=False)
+        return self("logs", name, check=False, errors=True)
 
     def start(self, suffix: str, *arguments: str | Path) -> str:
         """Run a container in the background; its name."""
         name = self.name(suffix)
-        self("run", "--detach", "--name", name, *arguments)
+        # Podman has systemd run health checks, which is not everywhere; the tests ask for the health themselves.
+        self("run", "--detach", "--no-healthcheck", "--name", name, *arguments)
         return name
 
     def remove(self, *names: str) -> None:
         """Kill and remove containers, also where they are gone already."""
+        at_once = ("--time", "0") if self.podman else ()
         if names:
-            self("rm", "--force", "--volumes", *names, check=False)
+            self("rm", "--force", "--volumes", *at_once, *names, check=False)
 
     def volume(self, suffix: str, megabytes: int) -> str:
         """A volume in memory that only the image's user may use, as compose.yaml makes it."""
         name = self.name(suffix)
-        options = ("type=tmpfs", "device=tmpfs", f"o=size={megabytes}m,uid=10001,gid=10001,mode=0700")
+        options = ("type=tmpfs", "device=tmpfs", f"o=nr_blocks={megabytes * 256},uid=10001,gid=10001,mode=0700")
         self("volume", "create", *(part for option in options for part in ("--opt", option)), name)
         return name
 

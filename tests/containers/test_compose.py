@@ -61,5 +61,3 @@ def test_the_pairs_of_the_compose_file_read_from_each_other(compose: Compose) ->
     # What the file says of mode and owner is so.
     listed = compose("exec", "-T", "decode", "stat", "-c", "%a %u", "/run/kvxfer", "/run/kvxfer/socket", "/tls/tls.key")
     assert listed.split() == ["700", "10001", "700", "10001", "600", "10001"]
-
-

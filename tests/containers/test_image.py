@@ -13,6 +13,7 @@ from tests.containers.containers import Containers
 from tests.containers.pods import LOCKED
 from tests.support.processes import until
 
+RUN = ("run", "--rm", "--no-healthcheck", "--network", "none")
 #: Megabytes; without torch it is well below, with it far above.
 LARGEST = 500
 
@@ -24,9 +25,9 @@ def canonical(requirement: str) -> str:
 
 
 def run(containers: Containers, image: str, *command: str) -> str:
-    """A command in the image instead of the sidecar; with its errors."""
+    """A command in the image instead of the sidecar."""
     name, *arguments = command
-    return containers("run", "--rm", "--network", "none", "--entrypoint", name, image, *arguments, check=False)
+    return containers(*RUN, "--entrypoint", name, image, *arguments, check=False)
 
 
 def test_it_is_small_and_says_how_it_is_run(containers: Containers, image: str) -> None:
@@ -37,7 +38,7 @@ def test_it_is_small_and_says_how_it_is_run(containers: Containers, image: str) 
     assert about["Config"]["User"] == "10001:10001"
     assert about["Config"]["Entrypoint"] == ["kvxfer"]
     assert about["Config"]["Cmd"] == ["serve"]
-    check = about["Config"].get("Healthcheck") or about["HealthCheck"]
+    check = about["Config"].get("Healthcheck") or about.get("HealthCheck") or about["Healthcheck"]
     assert check["Test"] == ["CMD", "kvxfer", "health"]
 
 
@@ -74,12 +75,13 @@ def test_it_has_the_pinned_versions_and_nothing_else(containers: Containers, ima
 
 
 def test_a_plaintext_port_is_not_open_to_others_unless_somebody_says_so(containers: Containers, image: str) -> None:
-    said = containers("run", "--rm", "--env", "KVXFER_PEER_HOST=0.0.0.0", image, check=False)
+    said = containers(*RUN, "--env", "KVXFER_PEER_HOST=0.0.0.0", image, check=False, errors=True)
     assert "insecure_peer" in said
 
 
 def test_it_ends_by_sigterm_as_process_1_and_its_health_is_told(containers: Containers, image: str) -> None:
-    name = containers.start("alone", *LOCKED, "--network", "none", "--tmpfs", "/run/kvxfer:mode=0777", image)
+    volume = containers.volume("alone", 16)
+    name = containers.start("alone", *LOCKED, "--network", "none", "--volume", f"{volume}:/run/kvxfer", image)
     try:
         until(lambda: containers("exec", name, "kvxfer", "health", check=False).strip() == "SERVING", 30, "health")
         not_ready = ("exec", name, "kvxfer", "health", "--service", "kvxfer.v1.KvTransfer")
@@ -92,3 +94,4 @@ def test_it_ends_by_sigterm_as_process_1_and_its_health_is_told(containers: Cont
         assert [line["event"] for line in lines][-1] == "stopped"
     finally:
         containers.remove(name)
+        containers("volume", "rm", "--force", volume)

@@ -11,31 +11,27 @@ import pytest
 
 from tests.containers.conftest import SUBNET
 from tests.containers.containers import Containers
-from tests.containers.pods import Pair, Pod, pair
+from tests.containers.pods import Pod, pair
 
-#: One line for each connection's configuration: what remote memory is read with, in brackets.
-LANES = re.compile(r"cfg#\d+ .*?rma\(([^)]*)\)")
+#: One line for each configuration of a connection to somebody else, with the transports that it has.
+CONNECTION = re.compile(r"(?:inter|intra)-node cfg#\d+ (.*)")
 
 
 def transports(pod: Pod) -> set[str]:
-    """What a sidecar's connections read with, but those to itself."""
-    lines = [line for line in pod.logs().splitlines() if "cfg#" in line and " self " not in line]
-    return {lane.partition("/")[0] for line in lines for match in LANES.findall(line) for lane in match.split()}
-
-
-def of(containers: Containers, *namespaces: str) -> dict[str, tuple[str, ...]]:
-    """Both pods' sidecars in the same namespaces: those of the prefill pod's holder."""
-    holder = containers.name("prefill")
-    return {"decode": tuple(f"--{n}=container:{holder}" for n in namespaces)}
+    """What a sidecar's connections to others may use."""
+    return {name for line in CONNECTION.findall(pod.logs()) for name in re.findall(r"(\w+)/", line)}
 
 
 @pytest.mark.parametrize(
     "namespaces, expected",
-    [((), "tcp")],
+    [((), {"tcp"}), (("pid",), {"tcp"}), (("pid", "ipc"), {"tcp", "cma"})],
+    ids=["nothing in common", "pid namespace", "pid and ipc namespace"],
 )
-def test_transport(containers: Containers, image: str, network: str, namespaces: tuple[str, ...], expected: str) -> None:
-    with pair(containers, image, network, SUBNET, shares=of(containers, *namespaces)) as pods:
-        both: Pair = pods
-        both.check()
-        print(*[line for line in both.decode.logs().splitlines() if "UCX" in line][:40], sep="\n")
-        assert transports(both.decode) == {expected}
+def test_transport(
+    containers: Containers, image: str, network: str, namespaces: tuple[str, ...], expected: set[str]
+) -> None:
+    """As docs/how-to/run-in-containers.md tells it."""
+    shares = tuple(f"--{namespace}=container:{containers.name('prefill')}" for namespace in namespaces)
+    with pair(containers, image, network, SUBNET, shares={"decode": shares, "prefill": shares}) as pods:
+        pods.check()
+        assert transports(pods.decode) == expected, pods.decode.logs()
