@@ -25,6 +25,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.is_relative_to(Path(__file__).parent):
             item.add_marker(pytest.mark.container)
+            item.add_marker(pytest.mark.timeout(400))  # the first one builds the image
 
 
 @pytest.fixture(scope="session")

@@ -12,7 +12,7 @@ import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -146,10 +146,10 @@ def found() -> Iterator[Containers]:
         return
     if shutil.which("podman") is None:
         raise Failed("neither a Docker daemon nor podman is here; `scripts/containers.sh engine` says what to install")
-    with tempfile.TemporaryDirectory(prefix="kvxfer-podman-", dir="/var/tmp") as storage:
-        with tempfile.TemporaryDirectory(prefix="kvxfer-podman-", dir="/run") as run:
-            with _podman(Path(storage), Path(run)) as containers:
-                yield containers
+    with contextlib.ExitStack() as stack:
+        places = (tempfile.TemporaryDirectory(prefix="kvxfer-podman-", dir=where) for where in ("/var/tmp", "/run"))
+        storage, run = (Path(stack.enter_context(place)) for place in places)
+        yield stack.enter_context(_podman(storage, run))
 
 
 @contextlib.contextmanager
@@ -190,8 +190,3 @@ def _service(containers: Containers, socket: Path) -> Iterator[None]:
     finally:
         service.terminate()
         service.wait(30)
-
-
-def shown(containers: Containers, names: Sequence[str]) -> str:
-    """The logs of some containers, for a failure's report."""
-    return "\n".join(f"--- {name}\n{containers.logs(name)}" for name in names)

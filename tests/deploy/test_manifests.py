@@ -187,6 +187,12 @@ class TestCertificates:
         assert "DNS:pods, DNS:kvxfer.internal, DNS:other.example" in shown
         assert {p.name for p in (tmp_path / "pods").iterdir()} == set(CERTIFICATE_FILES.values())
 
+    def test_kubernetes_takes_them_as_a_secret(self, tmp_path: Path) -> None:
+        self.make(f"{tmp_path}/pods:kvxfer.internal")
+        dry = ("--from-file", tmp_path / "pods", "--dry-run=client", "--output=yaml")
+        made = yaml.safe_load(tool("kubectl", "create", "secret", "generic", "kvxfer-tls", *dry))
+        assert set(made["data"]) == set(CERTIFICATE_FILES.values())
+
     def test_those_that_exist_are_kept(self, tmp_path: Path) -> None:
         self.make(tmp_path / "a", tmp_path / "b")
         before = (tmp_path / "a/tls.crt").read_text()
@@ -203,3 +209,17 @@ class TestCertificates:
 
 
 CERTIFICATE_FILES = {"cert": "tls.crt", "key": "tls.key", "ca": "ca.crt"}
+
+
+def test_what_is_missing_for_containers_is_said(tmp_path: Path) -> None:
+    """On a machine without Docker and Podman, to a user who may not install them."""
+    for name in ("dirname", "sh", "timeout"):
+        (tmp_path / name).symlink_to(shutil.which(name) or "")
+    (tmp_path / "id").write_text("#!/bin/sh\necho 1000\n")
+    (tmp_path / "id").chmod(0o755)
+    script = DEPLOY.parent / "scripts/containers.sh"
+    done = subprocess.run([script, "engine"], capture_output=True, text=True, timeout=60, env={"PATH": str(tmp_path)})
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert "needs Docker" in done.stderr
+    assert "apt-get install --no-install-recommends podman" in done.stderr
