@@ -131,6 +131,11 @@ class Pod:
             "SERVING"
         )
 
+    def restart(self) -> None:
+        """Restart the sidecar, alive or not; until its engine has registered again."""
+        self.containers("restart", "--time", "15", self.sidecar)
+        wait_healthy(self, "kvxfer.v1.KvTransfer")
+
     @contextlib.contextmanager
     def disconnected(self) -> Iterator[None]:
         """Without its network; in the end it has it back, at the same address."""
