@@ -30,8 +30,11 @@ RUN_READY := $(VENV)/.ready-run
 DEV_READY := $(VENV)/.ready-dev
 PROTO_READY := $(PROTO_VENV)/.ready
 PACKAGE_FILES := pyproject.toml constraints.txt
+# What the containers are made from: fetched once, by scripts/containers.sh.
+CONTAINERS := .containers
+CONTAINERS_READY := $(VENV)/.ready-containers
 
-.PHONY: help setup demo test lint format types proto proto-check proto-baseline promtool pytest docs wheel bench clean
+.PHONY: help setup demo test lint format types proto proto-check proto-baseline promtool pytest containers docs wheel bench clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/\1\t\2/' | while IFS=$$'\t' read -r target what; do printf '  make %-12s %s\n' "$$target" "$$what"; done
@@ -50,6 +53,10 @@ pytest: $(DEV_READY) promtool ## the tests alone (PYTEST_ARGS="...", HYPOTHESIS_
 	$(PYTEST) -m 'not nixl' -n $(JOBS) $(PYTEST_ARGS) || $(NOTHING_SELECTED)
 	$(PYTEST) -m 'nixl and not alone' -n $(JOBS) --dist loadfile $(PYTEST_ARGS) || $(NOTHING_SELECTED)
 	$(PYTEST) -m 'nixl and alone' $(PYTEST_ARGS) || $(NOTHING_SELECTED)
+
+containers: $(CONTAINERS_READY) ## build the image, and test pods of it (Docker; or Podman and root)
+	@echo "Container engine: $$(scripts/containers.sh engine)"
+	KVXFER_CONTAINERS=$(CONTAINERS) $(BIN)/pytest tests/containers $(PYTEST_ARGS)
 
 lint: $(DEV_READY) ## ruff and buf: style, format, breaking changes; nothing is changed
 	$(BIN)/ruff check .
@@ -85,7 +92,7 @@ bench: $(RUN_READY) ## ReadBlocks against a raw NIXL READ (ARGS="..." are passed
 	$(BIN)/python benchmarks/read_blocks.py $(ARGS)
 
 clean: ## remove the environments and everything else that make has made
-	rm -rf $(VENV) $(PROTO_VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(PROTO_VENV) $(CONTAINERS) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +
 
 $(VENV_READY):
@@ -103,6 +110,13 @@ $(DEV_READY): $(VENV_READY) $(PACKAGE_FILES)
 	@echo "Installing kvxfer, NIXL and the developer tools into $(VENV) (with torch, which NIXL needs: this may take a few minutes)"
 	$(BIN)/python $(PIP) $(PINNED) --editable '.[nixl]' --group dev
 	@touch $(RUN_READY) $@
+
+$(CONTAINERS_READY): $(DEV_READY) scripts/containers.sh
+	scripts/containers.sh engine
+	$(BIN)/python $(PIP) $(PINNED) --group containers
+	scripts/containers.sh base $(CONTAINERS)
+	scripts/containers.sh wheels $(CONTAINERS) $(BIN)/python -m pip
+	@touch $@
 
 $(PROTO_READY): scripts/proto-requirements.txt
 	$(PYTHON) -m venv $(PROTO_VENV)

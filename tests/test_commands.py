@@ -68,7 +68,9 @@ HERE = {
 
 
 def kvxfer_arguments(text: str) -> list[list[str]]:
-    """The arguments of every `kvxfer` in a command line."""
+    """The arguments of every `kvxfer` in a command line; an image of that name is no command."""
+    if re.match(r"(docker|podman)\b", text):
+        return []
     words = shlex.split(text.replace(";", " ; "), comments=True)
     found: list[list[str]] = []
     inside = False

@@ -7,7 +7,7 @@ import sys
 import typer
 
 from kvxfer import __version__
-from kvxfer.cli import bench, demo, doctor, plan, serve, volume
+from kvxfer.cli import bench, demo, doctor, health, plan, serve, volume
 from kvxfer.cli.inspect import inspect
 from kvxfer.core.errors import KvxferError
 
@@ -19,6 +19,7 @@ app = typer.Typer(
     help="Moves KV caches and state snapshots between LLM engines over NIXL.",
 )
 app.command("serve")(serve.serve)
+app.command("health")(health.health)
 app.command("demo")(demo.demo)
 app.command("bench")(bench.bench)
 app.command("doctor")(doctor.doctor)
