@@ -87,10 +87,11 @@ class TestKubernetes:
     def test_the_policy_opens_the_ports_that_are_used_and_no_others(self, directory: Path) -> None:
         text = built(directory)
         (policy,) = [p for p in of_kind(text, "NetworkPolicy") if p["metadata"]["name"] == "kvxfer"]
-        (rule,) = policy["spec"]["ingress"]
+        rule, metrics = policy["spec"]["ingress"]
         opened = {(p["port"], p.get("endPort", p["port"])) for p in rule["ports"]}
         label = policy["spec"]["podSelector"]["matchLabels"]
         assert rule["from"] == [{"podSelector": {"matchLabels": label}}]
+        assert metrics["from"] == [{"namespaceSelector": {}}]
         for deployment in of_kind(text, "Deployment"):
             assert label.items() <= deployment["spec"]["template"]["metadata"]["labels"].items()
         for container, _ in sidecars(text):
@@ -98,7 +99,9 @@ class TestKubernetes:
             first, _, last = variables["UCX_TCP_PORT_RANGE"].partition("-")
             peer = int(variables["KVXFER_PEER_PORT"])
             assert opened == {(peer, peer), (int(first), int(last))}
-            assert {p["containerPort"] for p in container["ports"]} == {peer}
+            http = int(variables["KVXFER_HTTP_PORT"])
+            assert [p["port"] for p in metrics["ports"]] == [http]
+            assert {p["containerPort"] for p in container["ports"]} == {peer, http}
 
     def test_every_container_is_locked_down(self, directory: Path) -> None:
         for sidecar, pod in sidecars(built(directory)):
