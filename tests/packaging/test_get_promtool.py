@@ -54,9 +54,7 @@ def test_no_apt_is_told(bin_: Path) -> None:
 
 @pytest.mark.parametrize("user, calls", [(1000, ["download"]), (0, ["download", "update"])])
 def test_apt_that_fails_is_told_and_lists_are_fetched_by_root_alone(bin_: Path, user: int, calls: list[str]) -> None:
-    program(
-        bin_ / "apt-get", 'for word; do case $word in update|download) echo $word >>"$CALLS";; esac; done; exit 100'
-    )
+    program(bin_ / "apt-get", 'for w; do case $w in update|download) echo $w >>"$CALLS";; esac; done; exit 100')
     program(bin_ / "dpkg-deb", "exit 1")
     program(bin_ / "id", f"echo {user}")
     status, told = run(bin_)
