@@ -33,6 +33,7 @@ PACKAGE_FILES := pyproject.toml constraints.txt
 # What the containers are made from: fetched once, by scripts/containers.sh.
 CONTAINERS := .containers
 CONTAINERS_READY := $(VENV)/.ready-containers
+GET_PROMTOOL = scripts/get_promtool.sh $(BIN)/promtool || echo "Without promtool the tests of the alert rules are skipped"
 
 .PHONY: help setup demo test lint format types proto proto-check proto-baseline promtool pytest containers docs wheel bench clean
 
@@ -46,10 +47,10 @@ demo: $(RUN_READY) ## run the demo (ARGS="..." are passed on)
 
 test: lint types proto-check pytest ## everything: lint, format, types, protos, generated code, tests
 
-promtool: $(VENV_READY) ## get promtool, which checks the alert rules (part of `make test`)
-	@scripts/get_promtool.sh $(BIN)/promtool || echo "Without promtool the tests of the alert rules are skipped"
+promtool: $(VENV_READY) ## get promtool, which checks the alert rules (`make setup` has tried it)
+	@$(GET_PROMTOOL)
 
-pytest: $(DEV_READY) promtool ## the tests alone (PYTEST_ARGS="...", HYPOTHESIS_PROFILE=dev|ci|soak)
+pytest: $(DEV_READY) ## the tests alone (PYTEST_ARGS="...", HYPOTHESIS_PROFILE=dev|ci|soak)
 	$(PYTEST) -m 'not nixl' -n $(JOBS) $(PYTEST_ARGS) || $(NOTHING_SELECTED)
 	$(PYTEST) -m 'nixl and not alone' -n $(JOBS) --dist loadfile $(PYTEST_ARGS) || $(NOTHING_SELECTED)
 	$(PYTEST) -m 'nixl and alone' $(PYTEST_ARGS) || $(NOTHING_SELECTED)
@@ -109,6 +110,7 @@ $(RUN_READY): $(VENV_READY) $(PACKAGE_FILES)
 $(DEV_READY): $(VENV_READY) $(PACKAGE_FILES)
 	@echo "Installing kvxfer, NIXL and the developer tools into $(VENV) (with torch, which NIXL needs: this may take a few minutes)"
 	$(BIN)/python $(PIP) $(PINNED) --editable '.[nixl]' --group dev
+	@$(GET_PROMTOOL)
 	@touch $(RUN_READY) $@
 
 $(CONTAINERS_READY): $(DEV_READY) scripts/containers.sh

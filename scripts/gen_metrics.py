@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
-from pathlib import Path
 
 from kvxfer.service import gauges
 from kvxfer.service.meters import Kind, Spec
 from kvxfer.service.metrics import Metrics
-
-DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "reference" / "metrics.md"
-BEGIN, END = "<!-- metrics: begin -->\n", "<!-- metrics: end -->"
+from scripts.generated import DOCS, main
 
 
 def specs() -> list[Spec]:
@@ -29,25 +25,5 @@ def table() -> str:
     return "\n".join(lines) + "\n"
 
 
-def written(text: str) -> str:
-    """The document with the table in it."""
-    head, rest = text.split(BEGIN)
-    return head + BEGIN + table() + END + rest.split(END)[1]
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true")
-    options = parser.parse_args()
-    text = DOCUMENT.read_text(encoding="utf-8")
-    new = written(text)
-    if options.check:
-        if new != text:
-            print(f"{DOCUMENT.name} is not what {Path(__file__).name} writes", file=sys.stderr)
-        return int(new != text)
-    DOCUMENT.write_text(new, encoding="utf-8")
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(DOCS / "reference" / "metrics.md", {"metrics": table()}, __doc__))

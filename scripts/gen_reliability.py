@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import re
 import sys
 from collections.abc import Mapping
@@ -11,9 +10,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from kvxfer.core import leases, transfers
-
-DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "reliability.md"
-
+from scripts.generated import DOCS, main
 
 S = TypeVar("S", bound=Enum)
 E = TypeVar("E", bound=Enum)
@@ -52,28 +49,5 @@ def tables() -> dict[str, str]:
     }
 
 
-def written(text: str) -> str:
-    """The document with the tables in it."""
-    for name, content in tables().items():
-        begin, end = f"<!-- {name}: begin -->\n", f"<!-- {name}: end -->"
-        head, rest = text.split(begin)
-        text = head + begin + content + end + rest.split(end)[1]
-    return text
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true")
-    options = parser.parse_args()
-    text = DOCUMENT.read_text(encoding="utf-8")
-    new = written(text)
-    if options.check:
-        if new != text:
-            print(f"{DOCUMENT.name} is not what {Path(__file__).name} writes", file=sys.stderr)
-        return int(new != text)
-    DOCUMENT.write_text(new, encoding="utf-8")
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(DOCS / "reliability.md", tables(), __doc__))

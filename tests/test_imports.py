@@ -70,6 +70,7 @@ LAYERS: dict[str, Layer] = {
         ours=("kvxfer.wire", "kvxfer.pb", "kvxfer.core", "kvxfer.xfer.api", "kvxfer.memory"),
         theirs=(*GRPC, "numpy", "structlog"),
     ),
+    "kvxfer.sizes": Layer(without=PURE),
     "kvxfer.logs": Layer(theirs=("structlog",)),
     "kvxfer.web": Layer(
         ours=("kvxfer.core", "kvxfer.service.gauges", "kvxfer.service.meters"),
@@ -77,7 +78,7 @@ LAYERS: dict[str, Layer] = {
     ),
     "kvxfer.tls": Layer(ours=("kvxfer.core",), theirs=("grpc", "structlog")),
     "kvxfer.config": Layer(ours=COMPOSITION, theirs=("pydantic", "pydantic_settings", "tomli")),
-    "kvxfer.doctor": Layer(ours=COMPOSITION, theirs=(*GRPC, "numpy")),
+    "kvxfer.doctor": Layer(ours=(*COMPOSITION, "kvxfer.sizes"), theirs=(*GRPC, "numpy")),
     "kvxfer.sidecar": Layer(ours=COMPOSITION, theirs=(*GRPC, "numpy", "structlog", "uvloop")),
     "kvxfer.cli": Layer(
         ours=("kvxfer", "kvxfer_client"),

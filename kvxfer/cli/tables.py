@@ -8,6 +8,16 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+#: The phases of a read, as a transfer tells them, and what each is.
+READ_PHASES: Final = {
+    "resolve": "block IDs to descriptors",
+    "make": "the NIXL request",
+    "queue": "waiting for the NIXL thread",
+    "open": "OpenRead, beside the read",
+    "post": "inside NIXL's posting call",
+    "move": "from then until completion",
+}
+
 #: Wide enough for every table, where no terminal says how wide it is.
 _PLAIN_WIDTH: Final = 160
 

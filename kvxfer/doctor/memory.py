@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Final
 
 from kvxfer.doctor.findings import Finding, error, ok, warning
+from kvxfer.sizes import mib
 
 CHECK: Final = "memory"
 #: Where POSIX shared memory is; UCX puts its own there as well.
@@ -66,11 +67,6 @@ def _kind(device: int) -> str:
         if before.split()[2] == number:
             return after.split()[0]
     return ""
-
-
-def mib(size: int) -> str:
-    """Bytes for people."""
-    return f"{size / 2**20:,.0f} MiB"
 
 
 _LARGER: Final = (

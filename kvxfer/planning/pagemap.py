@@ -7,7 +7,8 @@ plans, not worked out again.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -17,6 +18,7 @@ from numpy.typing import NDArray
 from kvxfer.core.geometry import Box, Dim
 from kvxfer.core.layout import AxisKind, CacheLayout, Component, Group, GroupKind, View
 from kvxfer.core.plan import Int64, Section, SourcePlan
+from kvxfer.planning.pages import own_window
 from kvxfer.planning.pair import Pair
 
 #: Most views that a map shows, and most spans that one component or lane may fall into.
@@ -24,11 +26,13 @@ MAX_VIEWS: Final = 4
 MAX_SPANS: Final = 200_000
 #: K and V packed in the content dimension are one component of this name: the first half of its inner axis is K.
 PACKED: Final = "kv"
+#: Bytes of a page that are another view's, mostly another layer's, interleaved with this one's.
+OTHERS: Final = "others"
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Bytes ``[begin, end)`` of a page; ``name`` says of what component, or ``padding``."""
+    """Bytes ``[begin, end)`` of a page; ``name`` says of what component, or ``padding`` or ``others``."""
 
     begin: int
     end: int
@@ -111,16 +115,17 @@ def _chosen(layout: CacheLayout) -> Iterator[tuple[list[Group], View]]:
 
 
 def _view(pair: Pair, layout: CacheLayout, groups: Sequence[Group], view: View) -> PageView:
-    group, size = groups[0], view.block_stride
+    group = groups[0]
+    size, others = own_window(layout, layout.index[group.name], view)
     named = [
         Span(begin, end, component.name)
         for component in view.components
         for begin, end in _merged(_starts(view.block_box(component), view.base), 0, size)
     ]
-    spans = _with_padding(named, 0, size)
+    spans = _with_padding([*named, *_of_others(others, 0, size)], 0, size)
     lanes = tuple(_lanes(pair, group, view))
     zoom = _zoom(view, spans, lanes)
-    fine = _with_padding(list(_fine(view, *zoom)), *zoom) if zoom else ()
+    fine = _with_padding([*_fine(view, *zoom), *_of_others(others, *zoom)], *zoom) if zoom else ()
     if len(fine) < 2:
         zoom, fine = None, ()
     steps = range(1, view.kernel_blocks)
@@ -188,9 +193,9 @@ def _zoom(view: View, spans: Sequence[Span], lanes: Sequence[Lane]) -> tuple[int
     State: the parts that are too small to be seen, if there are any.  Attention: one kernel block, or, where that is
     the whole page, some tokens on both sides of where what a D rank takes ends, or of the first.
     """
-    size = view.block_stride
+    size = spans[-1].end
     if not view.components[0].tokens:
-        small = [s for s in spans if s.name != "padding" and s.end - s.begin < size / 12]
+        small = [s for s in spans if s.name not in ("padding", OTHERS) and s.end - s.begin < size / 12]
         if not small:
             return None
         begin, end = small[0].begin, small[-1].end
@@ -216,6 +221,13 @@ def _fine(view: View, begin: int, end: int) -> Iterator[Span]:
         for name, box in _halves(view, component):
             for low, high in _merged(_starts(box, view.base), begin, end):
                 yield Span(low, high, name)
+
+
+def _of_others(boxes: Iterable[Box], begin: int, end: int) -> Iterator[Span]:
+    """What other views have inside a window."""
+    for box in boxes:
+        for low, high in _merged(_starts(box, 0), begin, end):
+            yield Span(low, high, OTHERS)
 
 
 def _halves(view: View, component: Component) -> Iterator[tuple[str, Box]]:
@@ -257,8 +269,26 @@ def _lanes(pair: Pair, group: Group, view: View) -> Iterator[Lane]:
                 continue  # D's other stage reads it
             taken = [_taken(source, section, theirs) for section in sections]
             starts, lengths = (np.concatenate(column) for column in zip(*taken, strict=True))
-            spans = _merged((starts, lengths), 0, theirs.block_stride)
-            yield Lane(str(rank), str(source.rank), number, tuple(spans))
+            size, others = own_window(source.layout, index, theirs)
+            spans = _merged((starts, lengths), 0, size)
+            of_others = [(span.begin, span.end) for span in _of_others(others, 0, size)]
+            yield Lane(str(rank), str(source.rank), number, tuple(_without(spans, sorted(of_others))))
+
+
+def _without(spans: Iterable[tuple[int, int]], cuts: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """What is left of spans where others are cut out; both are in order."""
+    first = 0
+    for begin, end in spans:
+        while first < len(cuts) and cuts[first][1] <= begin:
+            first += 1
+        for low, high in itertools.islice(cuts, first, None):
+            if low >= end:
+                break
+            if low > begin:
+                yield begin, low
+            begin = max(begin, high)
+        if begin < end:
+            yield begin, end
 
 
 def _taken(source: SourcePlan, section: Section, view: View) -> tuple[Int64, Int64]:

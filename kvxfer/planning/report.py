@@ -8,18 +8,19 @@ meet; it is worked out from D's layout alone, and a plan's own bytes are compare
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 
 import numpy as np
 
 from kvxfer.core.errors import KvxferError
-from kvxfer.core.layout import CacheLayout, Group, GroupKind, Rank
+from kvxfer.core.layout import CacheLayout, GroupKind, Rank
 from kvxfer.core.pairing import PairingOptions
 from kvxfer.core.plan import Plan, SourcePlan
 from kvxfer.core.resolve import SourceRead
 from kvxfer.planning.engine import Engine
+from kvxfer.planning.pages import page_bytes
 from kvxfer.planning.pair import Pair, Refused
 
 
@@ -55,7 +56,8 @@ class GroupPages:
 
     :param layers: how many it has.
     :param block_tokens: tokens in a logical block, ``kernel_blocks`` kernel blocks; 0 for a snapshot.
-    :param page: bytes from one block of a layer to the next; K and V apart count together.
+    :param page: bytes of a block of the first layer with its padding; K and V apart count together, and of a stride
+        that several layers share only what is this layer's.
     :param data: those of them that mean something; the rest is padding.
     """
 
@@ -184,15 +186,17 @@ def report(p: Engine, d: Engine, tokens: int | None = None, options: PairingOpti
 
 def pages_of(engine: Engine) -> tuple[GroupPages, ...]:
     """The groups of an engine's first rank."""
-    return tuple(_pages(group) for group in engine.layouts[engine.first].groups)
+    layout = engine.layouts[engine.first]
+    pages = page_bytes(layout)
+    return tuple(_pages(layout, index, pages[index]) for index in range(len(layout.groups)))
 
 
 def padded_bytes(layout: CacheLayout, tokens: int) -> int:
     """Bytes of the pages that a prompt takes on one rank, with their padding."""
     total = 0
-    for group in layout.groups:
-        pages = 1 if group.kind is GroupKind.STATE else -(-tokens // group.block_tokens)
-        total += pages * sum(view.block_stride for view in group.views)
+    for group, layers in zip(layout.groups, page_bytes(layout), strict=True):
+        blocks = 1 if group.kind is GroupKind.STATE else -(-tokens // group.block_tokens)
+        total += blocks * sum(layers.values())
     return total
 
 
@@ -224,7 +228,8 @@ def least_bytes(plan: Plan, tokens: int) -> tuple[int, int]:
 # -- parts of the report ---------------------------------------------------------------------------------------------
 
 
-def _pages(group: Group) -> GroupPages:
+def _pages(layout: CacheLayout, index: int, pages: Mapping[str, int]) -> GroupPages:
+    group = layout.groups[index]
     first = group.views[0].layer
     views = [view for view in group.views if view.layer == first]
     return GroupPages(
@@ -233,7 +238,7 @@ def _pages(group: Group) -> GroupPages:
         layers=len({view.layer for view in group.views}),
         block_tokens=group.block_tokens,
         kernel_blocks=views[0].kernel_blocks,
-        page=sum(view.block_stride for view in views),
+        page=pages[first],
         data=sum(component.data_bytes * view.kernel_blocks for view in views for component in view.components),
     )
 

@@ -228,6 +228,17 @@ def test_layout_files_of_stages(tmp_path: Path) -> None:
     assert Rank(0, 2, 1, 2).number == 2
 
 
+def test_pp_of_both_sides_is_of_layout_files_too(tmp_path: Path) -> None:
+    files = layouts(tmp_path, 2, pp_size=2)
+    both = told(*flags("--p-layout", files), *flags("--d-layout", files), "--pp", "2")
+    assert [rank["rank"] for rank in both["ranks"]] == ["pp0.tp0", "pp0.tp1", "pp1.tp0", "pp1.tp1"]
+    assert [[s["rank"] for s in rank["sources"]] for rank in both["ranks"]] == [
+        [rank["rank"]] for rank in both["ranks"]
+    ]
+    one = told(*flags("--p-layout", files), "--model", "llama-3.1-70b", "--tp", "2", "--pp", "2", "--d-pp", "1")
+    assert [source["rank"] for source in one["ranks"][0]["sources"]] == ["pp0.tp0", "pp1.tp0"]
+
+
 def test_min_run_bytes() -> None:
     sides = ("--model", "llama-3.1-70b", "--d-kv-layout", "NHD")
     assert told(*sides)["verdict"] == "works_with_cost"
@@ -318,7 +329,11 @@ def test_layout_files_that_are_too_small(tmp_path: Path) -> None:
     assert "129 tokens take 9 blocks up to the end of group attention; rank tp0 of 1-0 has 8" in err
     code, _, err = run(*flags("--p-layout", files), *flags("--d-layout", files), "--p-pp", "3")
     assert code == 2
-    assert "1 layouts do not divide over 3 pipeline stages" in err
+    assert "--p-pp is 3; allowed: what divides the 1 layouts of --p-layout" in err
+    for pp in ("3", "0"):
+        code, _, err = run(*flags("--p-layout", files), *flags("--d-layout", files), "--pp", pp)
+        assert code == 2
+        assert f"--pp is {pp}; allowed: what divides the 1 layouts of --p-layout (--p-pp is for P alone)" in err
 
 
 # -- with nothing but what a user has --------------------------------------------------------------------------------

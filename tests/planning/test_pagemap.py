@@ -7,7 +7,7 @@ import pytest
 
 from kvxfer.core.layout import GroupKind
 from kvxfer.planning import Engine, Lane, PageMap, PageView, Pair, page_map
-from tests.planning.cases import DEEPSEEK, JAMBA, LLAMA, NANO, QWEN, SUPER, engine, pair_of
+from tests.planning.cases import DEEPSEEK, JAMBA, LLAMA, NANO, QWEN, SUPER, dense_of, engine, pair_of
 
 
 def mapped(p: Engine, d: Engine) -> PageMap:
@@ -137,6 +137,25 @@ def test_not_pooled_pages_are_not_the_same_bytes() -> None:
 def test_only_ranks_that_read_this_layer_have_lanes() -> None:
     (view,) = mapped(engine(LLAMA, 1, layers=4), engine(LLAMA, 1, layers=4, pp_size=2)).views
     assert list(taken(view)) == ["pp0.tp0 from tp0"]
+
+
+def test_block_major_pages_are_of_one_layer() -> None:
+    """The page of a layer ends where the next layer's begins; nothing of it is padding."""
+    given = Engine.given("block-major", [dense_of("block-layer")])
+    (view,) = mapped(given, given).views
+    assert (view.size, told(view)) == (16_384, [(0, 16_384, "kv")])
+    assert taken(view) == {"tp0 from tp0": [(0, 16_384)]}
+
+
+def test_interleaved_layers_are_others_not_padding() -> None:
+    """16 tokens of 4 layers of 1,024 bytes each, and 512 bytes behind them."""
+    given = Engine.given("token-major", [dense_of("block-token-layer", padding=512)])
+    (view,) = mapped(given, given).views
+    rows = [(0, 1_024, "kv"), *((i * 1_024, (i + 1) * 1_024, "others") for i in range(1, 4))]
+    tokens = [(t * 4_096 + begin, t * 4_096 + end, name) for t in range(16) for begin, end, name in rows]
+    assert told(view) == [*tokens, (65_536, 66_048, "padding")]
+    assert taken(view) == {"tp0 from tp0": [(t * 4_096, t * 4_096 + 1_024) for t in range(16)]}
+    assert {span.name for span in view.fine} == {"k", "v", "others"}
 
 
 @pytest.mark.parametrize("name", [NANO, SUPER, QWEN, JAMBA, LLAMA, DEEPSEEK])

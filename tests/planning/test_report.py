@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,8 +11,9 @@ import pytest
 from kvxfer.core.errors import KvxferError, Reason
 from kvxfer.core.layout import GroupKind
 from kvxfer.planning import CostKind, Engine, Report, Verdict, report
+from kvxfer.planning.pages import page_bytes
 from kvxfer.planning.report import least_bytes, padded_bytes, refusal_of
-from tests.planning.cases import DEEPSEEK, JAMBA, LLAMA, NANO, QWEN, engine, pair_of
+from tests.planning.cases import DEEPSEEK, JAMBA, LLAMA, NANO, QWEN, dense_of, engine, pair_of
 from tests.truth import Blocks, Labels, RankMemory, Want, granules
 
 
@@ -56,6 +58,42 @@ def test_pages_of_nano() -> None:
 def test_k_and_v_apart_are_one_page() -> None:
     found = report(*pair_of(LLAMA, 2, 2, layers=3, kv_packing="regions"))
     assert [(g.layers, g.page, g.data) for g in found.d_pages] == [(3, 4 * 16 * 512, 4 * 16 * 512)]
+
+
+@pytest.mark.parametrize("order", ["layer-block", "block-layer", "block-token-layer", "layer-k-block"])
+def test_pages_are_the_same_however_layers_lie(order: str) -> None:
+    """By hand: 4 layers, 4 blocks of 16,384 bytes each for 64 tokens; no padding, so nothing is saved."""
+    given = Engine.given(order, [dense_of(order)])
+    found = report(given, given, tokens=64)
+    assert [(g.layers, g.page, g.data) for g in found.d_pages] == [(4, 16_384, 16_384)]
+    read = found.ranks[0].read
+    assert read.padded == read.bytes == 4 * 4 * 16_384
+
+
+@pytest.mark.parametrize("order, pages", [("block-layer", 4), ("block-token-layer", 1)])
+def test_padding_of_a_shared_stride_counts_once(order: str, pages: int) -> None:
+    layout = dense_of(order, padding=1_024)
+    assert padded_bytes(layout, 16) == 4 * 16_384 + pages * 1_024
+
+
+def test_groups_with_block_numbers_of_their_own_share_a_stride_out() -> None:
+    """Layers 0 and 2 in one group, 1 and 3 in another, side by side in block-major tensors."""
+    whole = dense_of("block-layer")
+    views = whole.groups[0].views
+    halves = tuple(replace(whole.groups[0], name=f"g{i}", views=views[i::2]) for i in range(2))
+    layout = replace(whole, groups=halves)
+    assert layout.pools == (0, 1)
+    assert page_bytes(layout) == ({"layers.0": 16_384, "layers.2": 16_384}, {"layers.1": 16_384, "layers.3": 16_384})
+
+
+def test_groups_that_share_blocks_own_the_whole_stride_each() -> None:
+    """Block-major pages that two groups of one pool lie over."""
+    whole = dense_of("block-layer")
+    (group,) = whole.groups
+    others = tuple(replace(view, layer=f"other.{i}") for i, view in enumerate(group.views))
+    layout = replace(whole, groups=(group, replace(group, name="other", views=others)))
+    assert layout.pools == (0, 0)
+    assert [sum(layers.values()) for layers in page_bytes(layout)] == [4 * 16_384] * 2
 
 
 def test_no_prompt_no_bytes() -> None:

@@ -11,17 +11,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from kvxfer.cli.bench.case import Case
-from kvxfer.cli.tables import console
+from kvxfer.cli.tables import READ_PHASES, console
 
-PHASES: Final = {
-    "resolve": "block IDs to descriptors",
-    "make": "the NIXL request",
-    "queue": "waiting for the NIXL thread",
-    "open": "OpenRead, beside the read",
-    "post": "inside NIXL's posting call",
-    "move": "from then until completion",
-    "total": "in the sidecar",
-}
+PHASES: Final = {**READ_PHASES, "total": "in the sidecar"}
 
 
 def quartiles(values: Sequence[float]) -> tuple[float, float, float]:

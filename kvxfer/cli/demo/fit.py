@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Final
 
 from kvxfer.cli.demo.scenario import Choices, Scenario, invalid
-from kvxfer.cli.demo.space import mib
 from kvxfer.core.errors import KvxferError
 from kvxfer.models import EXAMPLES, example, load_config, model_spec, scale_down
+from kvxfer.sizes import mib
 
 #: What widths may be divided by where fewer layers are not enough.
 _SHRINKS: Final = (1, 2, 4, 8, 16, 32)

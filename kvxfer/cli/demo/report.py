@@ -13,9 +13,8 @@ from rich.progress import Progress as Bar
 from rich.table import Table
 
 from kvxfer.cli.demo.result import GroupResult, Page, Result
-from kvxfer.cli.demo.run import TRANSFER_PHASES
-from kvxfer.cli.demo.space import mib
-from kvxfer.cli.tables import console, new_table, say
+from kvxfer.cli.tables import READ_PHASES, console, new_table, say
+from kvxfer.sizes import mib
 
 #: The phases in the order in which they are told, with what they are.
 _PHASES: Final = {
@@ -25,12 +24,7 @@ _PHASES: Final = {
     "publish": "PublishBlocks",
     "handshake": "Handshake: peers met, plans compiled, lists prepared",
     "prepare": "PrepareTransfer, the whole call",
-    "resolve": "block IDs to descriptors",
-    "make": "the NIXL request",
-    "queue": "waiting for the NIXL thread",
-    "open": "OpenRead, beside the read",
-    "post": "inside NIXL's posting call",
-    "move": "from then until completion",
+    **READ_PHASES,
     "read": "ReadBlocks on all ranks at once",
     "verify": "comparing every byte",
 }
@@ -164,6 +158,6 @@ def _ranks(out: Console, result: Result) -> Table:
 def _phases(out: Console, result: Result) -> Table:
     table = new_table(out, "Time (the slowest rank's)", "phase", "what", "ms", left=2)
     for phase, what in _PHASES.items():
-        indent = "  " if phase in TRANSFER_PHASES else ""
+        indent = "  " if phase in READ_PHASES else ""
         table.add_row(indent + phase, what, f"{result.phases[phase] * 1e3:,.1f}")
     return table

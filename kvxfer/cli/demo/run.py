@@ -14,12 +14,11 @@ from kvxfer.cli.demo.by_hand import by_hand
 from kvxfer.cli.demo.children import Child, Children
 from kvxfer.cli.demo.fit import Fitted
 from kvxfer.cli.demo.result import RankResult, Result, groups_of
+from kvxfer.cli.tables import READ_PHASES
 from kvxfer.core.layout import Rank
 from kvxfer.wire.tickets import Ticket, TicketRank
 from kvxfer_client import make_ticket, new_lease_token, ticket_to_string
 
-#: The phases that a transfer tells of, in order.
-TRANSFER_PHASES: Final = ("resolve", "make", "queue", "open", "post", "move")
 #: How long P holds the blocks, seconds; longer where somebody shall try things by hand.
 _TTL: Final = 120.0
 _KEEP_TTL: Final = 3600.0
@@ -88,7 +87,7 @@ class Demo:
         begin = time.perf_counter()
         reads = await self._each("read", d, timeout=self._setting.call)
         self._seconds["read"] = time.perf_counter() - begin
-        for phase in TRANSFER_PHASES:
+        for phase in READ_PHASES:
             self._seconds[phase] = max(r["timings"].get(phase, 0.0) for r in reads)
         verdicts = await self._each("verify", d, per_child={d[0]: {"flip": self._setting.flip}}, flip="")
         status = await d[0].ask("versions")

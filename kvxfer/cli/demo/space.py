@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Final
 
 from kvxfer.core.errors import KvxferError, Reason
+from kvxfer.sizes import mib
 
 SHARED: Final = "/dev/shm"
 #: What is left free, bytes.
@@ -23,11 +24,6 @@ _PREFIX: Final = "kvxfer-demo-"
 _YOUNG: Final = 60.0
 #: A Unix socket's path may have 107 characters; the file names of the demo take some of them.
 _LONGEST: Final = 90
-
-
-def mib(size: int) -> str:
-    """Bytes for people."""
-    return f"{size / 2**20:,.0f} MiB"
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from rich.text import Text
 from kvxfer.cli.inspect.look import View
 from kvxfer.pb import layout_pb2 as layout_pb
 from kvxfer.pb import transfer_pb2 as pb
+from kvxfer.sizes import short
 from kvxfer.wire.status import from_status
 
 _COLOURS: Final = {
@@ -107,7 +108,7 @@ def _registrations(known: Iterable[pb.RegistrationStatus]) -> Section:
             r.engine_id,
             _rank(r.rank),
             r.incarnation,
-            _bytes(r.bytes),
+            short(r.bytes),
             str(r.regions),
             " ".join(r.groups),
             str(r.published),
@@ -189,7 +190,7 @@ def _transfers(known: Iterable[pb.Transfer]) -> Section:
             t.remote_engine_id,
             _state(pb.TransferState, t.state, "TRANSFER_STATE_"),
             from_status(t.error).reason.value if t.HasField("error") else _NONE,
-            _bytes(t.bytes),
+            short(t.bytes),
             str(t.descriptors),
             _time(t.timings.total) if t.timings.HasField("total") else _NONE,
         )
@@ -202,7 +203,7 @@ def _transfers(known: Iterable[pb.Transfer]) -> Section:
 def _counts(counts: pb.Counts) -> Section:
     size = {"bytes_read", "bytes_in_flight"}
     rows = tuple(
-        (f.name.replace("_", " "), _bytes(getattr(counts, f.name)) if f.name in size else str(getattr(counts, f.name)))
+        (f.name.replace("_", " "), short(getattr(counts, f.name)) if f.name in size else str(getattr(counts, f.name)))
         for f in pb.Counts.DESCRIPTOR.fields
     )
     return Section("Counts", ("what", "count"), rows, frozenset({"count"}))
@@ -210,7 +211,7 @@ def _counts(counts: pb.Counts) -> Section:
 
 def _limits(known: Iterable[pb.LimitStatus]) -> Section:
     def shown(name: str, value: int) -> str:
-        return _bytes(value) if "bytes" in name or name == "message_limit" else str(value)
+        return short(value) if "bytes" in name or name == "message_limit" else str(value)
 
     rows = tuple(
         (
@@ -244,12 +245,3 @@ def _time(duration: Duration) -> str:
         if seconds >= size:
             return f"{seconds / size:.3g} {unit}"
     return f"{seconds * 1e6:.0f} us"
-
-
-def _bytes(count: int) -> str:
-    value = float(count)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if value < 1024:
-            return f"{value:.4g} {unit}"
-        value /= 1024
-    return f"{value:.4g} TiB"

@@ -29,7 +29,7 @@ def plan(
         list[str] | None,
         typer.Option(
             help="P's layout instead of a model: the JSON form of kvxfer.v1.Layout, or a RegisterCache request; once "
-            "for each rank, in order (stages outermost, see --p-pp).",
+            "for each rank, in order (stages outermost, see --pp and --p-pp).",
             show_default=False,
         ),
     ] = None,

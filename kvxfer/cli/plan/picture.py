@@ -37,6 +37,7 @@ _COLOURS: Final = {
     "conv.v": "#c3d86b",
     "ssm": "#8e5aa8",
     "padding": "#e4e4e4",
+    "others": "#f4f0e6",
 }
 _OTHERS: Final = ("#b5651d", "#d9a066", "#8d6e63", "#546e7a", "#90a4ae")
 _NAMES: Final = {
@@ -51,6 +52,7 @@ _NAMES: Final = {
     "conv.k": "conv k",
     "conv.v": "conv v",
     "ssm": "SSM state",
+    "others": "of other layers",
 }
 _RANKS: Final = ("#d1495b", "#edae49", "#00798c", "#30638e", "#9c6644", "#6a994e", "#b56576", "#495057")
 

@@ -62,9 +62,15 @@ def given(chosen: Chosen, paths: list[str]) -> Engine:
             flags=others,
         )
     layouts = [_layout(f"--{side}-layout", Path(path)) for path in paths]
-    pp_size = int(chosen.options.get("pp_size", 1)) if chosen.own else 1
-    if pp_size < 1:
-        raise bad("pp_size", f"--{side}-pp is {pp_size}; allowed are 1 to {len(layouts)}", value=pp_size)
+    pp_size = int(chosen.options.get("pp_size", 1))
+    if pp_size < 1 or len(layouts) % pp_size:
+        raise bad(
+            "pp_size",
+            f"{chosen.flags['pp_size']} is {pp_size}; allowed: what divides the {len(layouts)} layouts of "
+            f"--{side}-layout (--{side}-pp is for {chosen.side} alone)",
+            value=pp_size,
+            layouts=len(layouts),
+        )
     with chosen.naming_flags():
         return Engine.given(Path(paths[0]).stem, layouts, pp_size)
 
