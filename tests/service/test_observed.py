@@ -15,7 +15,7 @@ from kvxfer.core.errors import Reason
 from kvxfer.pb import transfer_pb2 as pb
 from kvxfer.service import readers as service_readers
 from kvxfer.service.transport import Transport
-from kvxfer.xfer import pump
+from kvxfer.xfer import watch as xfer_watch
 from tests.support.errors import refusal
 from tests.support.loopback import Cluster, Node, Reading, soon
 from tests.support.scrape import Scraped, get, scrape
@@ -281,7 +281,7 @@ async def test_not_ready_while_it_drains(reading: Reading) -> None:
 async def test_not_ready_while_nixl_does_not_work(reading: Reading, monkeypatch: pytest.MonkeyPatch) -> None:
     await reading.good()
     node = reading.p.nodes[0]
-    monkeypatch.setattr(pump, "FAILING", 0.05)
+    monkeypatch.setattr(xfer_watch, "FAILING", 0.05)
     broken = True
     driver = node.engines[0].driver
     really = driver.notifications
