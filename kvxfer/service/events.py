@@ -72,6 +72,10 @@ class Events:
         #: How often, since the registration.
         self.links_lost = self.readers_lost = self.stale_reads_refused = 0
 
+    def registered(self) -> None:
+        """The registration is there: these events can happen."""
+        self._metrics.begin_engine(self._engine_id)
+
     # -- reading ---------------------------------------------------------------------------------------------------
 
     def handshake_ended(
@@ -80,10 +84,12 @@ class Events:
         """A handshake has made a link, or has failed."""
         metrics = self._metrics
         reason = NONE if error is None else error.reason.value
-        metrics.handshakes.add((*metrics.pair(self._engine_id, remote_engine_id), reason))
+        pair = metrics.pair(self._engine_id, remote_engine_id)
+        metrics.handshakes.add((*pair, reason))
         if link is None:
             self._log.info("handshake failed", peer=remote_engine_id, reason=reason, error=str(error))
             return
+        metrics.begin_link(pair)
         metrics.handshake_seconds.observe(metrics.local(self._engine_id), seconds)
         sources = [f"{s.facts.rank}/{s.facts.incarnation}" for s in link.sources]
         self._log.info("handshake done", peer=remote_engine_id, sources=sources, seconds=round(seconds, 6))
@@ -143,6 +149,10 @@ class Events:
         )
 
     # -- being read from ---------------------------------------------------------------------------------------------
+
+    def reader_met(self, reader: Reader) -> None:
+        """A peer's rank has introduced itself, or says that it is alive."""
+        self._metrics.begin_reader(self._metrics.pair(self._engine_id, reader.engine_id), str(reader.rank))
 
     def read_granted(self, ref: ReadRef) -> None:
         """A peer's read is granted."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import grpc
 import grpc.aio
@@ -14,11 +14,18 @@ from google.protobuf.message import DecodeError
 from grpc_status import rpc_status
 
 from kvxfer.core.errors import Fault, KvxferError, Reason
+from kvxfer.pb import peer_pb2, transfer_pb2
 from kvxfer.service.limits import NAMES
 from kvxfer.service.metrics import Metrics
 from kvxfer.wire.status import to_status
 
 log = structlog.get_logger()
+
+#: Our own.
+SERVICES: Final = (
+    transfer_pb2.DESCRIPTOR.services_by_name["KvTransfer"],
+    peer_pb2.DESCRIPTOR.services_by_name["KvPeer"],
+)
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
@@ -31,6 +38,11 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
+        for name in NAMES:
+            metrics.limit_refusals.add((name,), 0)
+        for service in SERVICES:
+            for called in service.methods:
+                metrics.calls.add((service.full_name, called.name, "INTERNAL"), 0)
 
     async def intercept_service(
         self,

@@ -64,6 +64,7 @@ class PeerService(peer_pb2_grpc.KvPeerServicer):
             _check_incarnation(registration, query.expected_incarnation, "expected_incarnation")
         known = query.known_incarnation == registration.incarnation
         registration.readers.meet(reader, context.peer(), connecting=not known)
+        registration.events.reader_met(reader)
         memory = PeerMemory(
             registration.layout,
             tuple(RegionSpan(s.address, s.length, s.kind, s.device) for s in registration.spans),

@@ -388,6 +388,7 @@ class Registrations:
             await asyncio.to_thread(_close_all, regions, found.__contains__)
             raise
         readers.engine = engine
+        events.registered()
         log.info(
             "cache registered",
             engine=record.engine_id,

@@ -24,6 +24,7 @@ from kvxfer.core.errors import KvxferError, Reason
 from kvxfer.core.resolve import Request, SourceRead, resolve
 from kvxfer.core.transfers import Event, State
 from kvxfer.service.link import Link, LinkSource, RemoteRank
+from kvxfer.service.metrics import LINK_BREAKERS
 from kvxfer.service.reading import clock, leave, read_source
 from kvxfer.service.room import Room
 from kvxfer.service.settings import ServiceSettings
@@ -46,8 +47,6 @@ CLOSE_BACKOFF: Final = (0.1, 0.5, 2.0)
 CLOSE_TIMEOUT: Final = 5.0
 #: CloseRead makes sure of what the NIXL notification says already; the caller's answer goes first, seconds.
 CLOSE_DELAY: Final = 0.002
-#: After these a new handshake is needed.
-LINK_BREAKERS: Final = frozenset({Reason.PEER_LOST, Reason.PEER_UNREACHABLE, Reason.STALE_INCARNATION})
 #: What a source says that is about to stop; it serves on what it has granted.
 STOPPING: Final = Reason.SHUTTING_DOWN.value
 

@@ -14,6 +14,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from kvxfer.core.errors import Reason
 from kvxfer.pb import transfer_pb2 as pb
 from kvxfer.service import readers as service_readers
+from kvxfer.service.limits import NAMES
+from kvxfer.service.metrics import LINK_BREAKERS, STALE
 from kvxfer.service.transport import Transport
 from kvxfer.xfer import watch as xfer_watch
 from tests.support.errors import refusal
@@ -21,7 +23,7 @@ from tests.support.loopback import Cluster, Node, Reading, soon
 from tests.support.scrape import Scraped, get, scrape
 
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
-NAMES = ("kvxfer.v1.KvTransfer", "kvxfer.v1.KvPeer")
+SERVICES = ("kvxfer.v1.KvTransfer", "kvxfer.v1.KvPeer")
 
 
 @pytest.fixture
@@ -77,6 +79,27 @@ async def test_a_good_read(reading: Reading, logged: list[Any]) -> None:
     assert ended["peer_incarnations"] == [reading.p.members[0].registered.incarnation]
 
 
+async def test_what_should_never_happen_begins_at_nothing(reading: Reading) -> None:
+    """Prometheus does not see an event with which a series begins."""
+    await reading.d.handshake(reading.ticket())
+    p, d = [await told(e.nodes[0]) for e in (reading.p, reading.d)]
+    to_p, to_d = [{"engine": f"engine-{a}", "remote_engine": f"engine-{b}"} for a, b in ("dp", "pd")]
+    rank = {**to_d, "remote_rank": "tp0"}
+    assert all(p.of("kvxfer_reads_refused_total", **rank, reason=reason.value) for reason in STALE)
+    assert p.of("kvxfer_readers_lost_total", **to_d)
+    assert all(d.of("kvxfer_links_lost_total", **to_p, reason=reason.value) for reason in LINK_BREAKERS)
+    assert d.of("kvxfer_slow_links_total", **to_p)
+    for node, engine in ((p, "engine-p"), (d, "engine-d")):
+        for state in ("released", "expired", "withdrawn"):
+            assert node.of("kvxfer_leases_ended_total", engine=engine, state=state)
+        assert node.of("kvxfer_engines_lost_total", engine=engine)
+        assert {dict(labels)["limit"] for labels in node.of("kvxfer_limit_refusals_total")} == NAMES
+        internal = {dict(labels)["method"] for labels in node.of("kvxfer_grpc_calls_total", code="INTERNAL")}
+        assert {"ReadBlocks", "RegisterCache", "OpenRead", "Exchange"} <= internal
+        for name in ("reads_refused", "readers_lost", "links_lost", "leases_ended", "limit_refusals"):
+            assert not node.moved(f"kvxfer_{name}_total"), name
+
+
 async def test_a_stale_read_an_expired_lease_and_a_lost_peer_are_three_things(
     reading: Reading, logged: list[Any]
 ) -> None:
@@ -94,7 +117,7 @@ async def test_a_stale_read_an_expired_lease_and_a_lost_peer_are_three_things(
     await soon(lambda: logged_as(logged, "transfer ended")[-1]["transfer"] == "late")
     found = await told(node_p)
     labels = {"engine": "engine-p", "remote_engine": "engine-d", "remote_rank": "tp0", "reason": "LEASE_EXPIRED"}
-    assert found.of("kvxfer_reads_refused_total") == {tuple(sorted(labels.items())): 1}
+    assert found.moved("kvxfer_reads_refused_total") == {tuple(sorted(labels.items())): 1}
     assert found.sum("kvxfer_leases_ended_total", state="expired") == 1
     (refused,) = logged_as(logged, "read refused")
     assert refused["log_level"] == "warning"
@@ -113,7 +136,7 @@ async def test_a_stale_read_an_expired_lease_and_a_lost_peer_are_three_things(
     assert (lost["engine"], lost["peer"], lost["peer_rank"]) == ("engine-d", "engine-p", "tp0")
     assert lost["peer_incarnation"] == reading.p.members[0].registered.incarnation
     found = await told(node_d)
-    assert found.of("kvxfer_links_lost_total") == {
+    assert found.moved("kvxfer_links_lost_total") == {
         (("engine", "engine-d"), ("reason", "PEER_LOST"), ("remote_engine", "engine-p")): 1
     }
     status = await status_of(node_d)
@@ -154,7 +177,7 @@ async def test_limits_tell_how_often_they_refused(cluster: Cluster) -> None:
     assert (await refusal(other.register())).reason is Reason.LIMIT_EXCEEDED
     assert (await refusal(reading.stub.ReadBlocks(reading.request()))).reason is Reason.TOO_MANY_DESCRIPTORS
     found = await told(node)
-    assert {dict(k)["limit"]: n for k, n in found.of("kvxfer_limit_refusals_total").items()} == {
+    assert {dict(k)["limit"]: n for k, n in found.moved("kvxfer_limit_refusals_total").items()} == {
         "max_registrations": 1,
         "max_descriptors": 1,
     }
@@ -238,7 +261,7 @@ async def ready(node: Node, *, why: str = "") -> None:
     async def agreed() -> bool:
         answer = await asyncio.to_thread(get, node.sidecar.http_port, "/readyz")
         http = why in answer.body and answer.status == 503 if why else answer.status == 200
-        return http and [await health(node, name) for name in NAMES] == [expected] * 2
+        return http and [await health(node, name) for name in SERVICES] == [expected] * 2
 
     deadline = time.monotonic() + 5
     while not await agreed():
@@ -302,7 +325,7 @@ async def test_not_ready_while_nixl_does_not_work(reading: Reading, monkeypatch:
 async def test_health_can_be_watched(cluster: Cluster) -> None:
     node = await cluster.node()
     watches = {}
-    for name in (*NAMES, ""):
+    for name in (*SERVICES, ""):
         for listener in (node.channel, node.peer_channel):
             stub: Any = health_pb2_grpc.HealthStub(listener)
             watches[name, listener] = stub.Watch(health_pb2.HealthCheckRequest(service=name))
