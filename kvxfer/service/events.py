@@ -70,7 +70,7 @@ class Events:
         #: The peers that were lost last.
         self.lost: Final[deque[Lost]] = deque(maxlen=KEPT_LOST)
         #: How often, since the registration.
-        self.links_lost = self.readers_lost = self.stale_reads_refused = 0
+        self.links_lost = self.readers_lost = self.reads_refused = self.stale_reads_refused = 0
 
     def registered(self) -> None:
         """The registration is there: these events can happen."""
@@ -162,11 +162,12 @@ class Events:
             self._log.debug("read granted", **_of_read(ref))
 
     def read_refused(self, ref: ReadRef, error: KvxferError) -> None:
-        """A peer's read is refused: its bytes do not count."""
+        """A peer's read, or its renewal, is refused: its bytes do not count."""
         metrics, reader = self._metrics, ref.reader
         labels = metrics.rank(metrics.pair(self._engine_id, reader.engine_id), str(reader.rank))
         metrics.reads_refused.add((*labels, error.reason.value))
         stale = error.reason in STALE
+        self.reads_refused += 1
         self.stale_reads_refused += stale
         (self._log.warning if stale else self._log.info)(
             "read refused", **_of_read(ref), reason=error.reason.value, detail=error.message

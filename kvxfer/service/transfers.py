@@ -282,6 +282,8 @@ class Transfers:
         self._move(transfer, Event.POST)
         transfer.disarm()
         transfer.look = self._registration.probe.posted(transfer.bytes, wanted=link.to_be_seen)
+        if transfer.look is not None:
+            link.looks()
         # Handed over before anything else is done: the copying goes on beside all that follows.
         posted = clock()
         reads = [
@@ -394,10 +396,9 @@ class Transfers:
         transfer.settled.set()
 
     def _look_at(self, transfer: Transfer, results: list[ReadResult]) -> None:
-        """See how the bytes have come, where that is not known of the link yet."""
+        """See how the bytes have come, where it was looked at."""
         link, look = transfer.link, transfer.look
         if link is not None and look is not None:
-            link.looks_left -= 1
             probe = self._registration.probe
             link.found(probe.see(look, transfer.bytes, results, one_host=link.on_one_host))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,11 +13,17 @@ from google.protobuf.json_format import MessageToJson
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from kvxfer.core.errors import Reason
+from kvxfer.core.layout import Rank
+from kvxfer.pb import peer_pb2
 from kvxfer.pb import transfer_pb2 as pb
 from kvxfer.service import readers as service_readers
+from kvxfer.service import transport
 from kvxfer.service.limits import NAMES
+from kvxfer.service.link import MAX_LOOKS
 from kvxfer.service.metrics import LINK_BREAKERS, STALE
 from kvxfer.service.transport import Transport
+from kvxfer.wire.layouts import rank_to_pb
+from kvxfer.wire.tickets import Ticket
 from kvxfer.xfer import watch as xfer_watch
 from tests.support.errors import refusal
 from tests.support.loopback import Cluster, Node, Reading, soon
@@ -199,6 +206,92 @@ async def test_what_a_peer_has_refused_is_counted_there(reading: Reading, monkey
     assert d.sum("kvxfer_limit_refusals_total") == 0
 
 
+async def test_an_idle_link_is_no_limit(reading: Reading) -> None:
+    """It makes room for another: a full table of them is no reason to call somebody."""
+    await reading.good()
+    node = reading.d.nodes[0]
+    assert len(node.sidecar.registrations.get("engine-d").links) == 1
+
+    async def used() -> float:
+        return (await told(node)).sum("kvxfer_limit_used", limit="max_peers")
+
+    await soon(lambda: all(link.idle for link in node.sidecar.registrations.get("engine-d").links))
+    assert await used() == 0
+    reading.fabric.hold()
+    waiting = asyncio.ensure_future(reading.stub.ReadBlocks(reading.request("t1")))
+    await soon(lambda: not any(link.idle for link in node.sidecar.registrations.get("engine-d").links))
+    assert await used() == 1
+    reading.fabric.let_go()
+    await waiting
+
+
+def of_read(reading: Reading, ticket: Ticket, **changes: Any) -> dict[str, Any]:
+    """The fields of a peer's message about a read that was never opened."""
+    reader = peer_pb2.Reader(engine_id="engine-d", rank=rank_to_pb(Rank()), incarnation="abc")
+    known = {
+        "engine_id": "engine-p",
+        "rank": rank_to_pb(Rank()),
+        "incarnation": reading.p.members[0].registered.incarnation,
+        "request_id": ticket.request_id,
+        "lease_token": ticket.lease_token,
+        "reader": reader,
+        "readers": 1,
+        "transfer_id": "t9",
+    }
+    return {**known, **changes}
+
+
+async def test_every_read_that_is_refused_is_counted(reading: Reading, logged: list[Any]) -> None:
+    """Also where another incarnation is meant, where it is a renewal, and where the registration is ending."""
+    node = reading.p.nodes[0]
+    ticket = reading.ticket()
+
+    async def counted(call: Callable[[], Any], reason: Reason) -> None:
+        before, refused = await told(node), len(logged_as(logged, "read refused"))
+        counts = (await status_of(node)).counts
+        assert (await refusal(call())).reason is reason
+        after = await told(node)
+        for found, n in ((before, 0), (after, 1)):
+            of_reason = found.sum("kvxfer_reads_refused_total", engine="engine-p", reason=reason.value)
+            assert of_reason - before.sum("kvxfer_reads_refused_total", reason=reason.value) == n
+        now = (await status_of(node)).counts
+        assert now.reads_refused == counts.reads_refused + 1
+        assert now.stale_reads_refused == counts.stale_reads_refused + (reason in STALE)
+        assert len(logged_as(logged, "read refused")) == refused + 1
+
+    renew, opening = node.peer_stub.RenewRead, node.peer_stub.OpenRead
+    await counted(lambda: renew(peer_pb2.RenewReadRequest(**of_read(reading, ticket))), Reason.LEASE_EXPIRED)
+    gone = of_read(reading, ticket, incarnation="gone")
+    await counted(lambda: opening(peer_pb2.OpenReadRequest(**gone, num_tokens=1)), Reason.STALE_INCARNATION)
+    await counted(lambda: renew(peer_pb2.RenewReadRequest(**gone)), Reason.STALE_INCARNATION)
+    node.sidecar.registrations.get("engine-p").closing = True
+    late = peer_pb2.OpenReadRequest(**of_read(reading, ticket), num_tokens=1)
+    await counted(lambda: opening(late), Reason.NOT_REGISTERED)
+    nobody = of_read(reading, ticket, engine_id="nobody")
+    before = await told(node)
+    assert (await refusal(renew(peer_pb2.RenewReadRequest(**nobody)))).reason is Reason.NOT_REGISTERED
+    assert (await told(node)).of("kvxfer_reads_refused_total") == before.of("kvxfer_reads_refused_total")
+
+
+async def test_only_some_reads_are_looked_at(reading: Reading, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes time, also where they fail or show nothing."""
+    monkeypatch.setattr(transport, "LEAST_BYTES", 0)
+    looked = 0
+
+    def look() -> int:
+        nonlocal looked
+        looked += 1
+        return 0
+
+    monkeypatch.setattr(transport, "received_over_tcp", look)
+    await reading.d.handshake(reading.ticket())
+    for i in range(MAX_LOOKS + 3):
+        request = reading.request(f"t{i}")
+        request.spec.ticket.lease_token = bytes(16)
+        assert (await refusal(reading.stub.ReadBlocks(request))).reason is Reason.LEASE_TOKEN_MISMATCH
+    assert looked == MAX_LOOKS
+
+
 async def test_secrets_are_told_nowhere(reading: Reading, logged: list[Any]) -> None:
     ticket = reading.ticket()
     await reading.stub.ReadBlocks(reading.d.request(ticket, reading.d_lists))
@@ -218,9 +311,12 @@ async def test_the_slow_way_is_told_once(reading: Reading, logged: list[Any]) ->
     await reading.good()
     (link,) = reading.d.nodes[0].sidecar.registrations.get("engine-d").links
     assert link.on_one_host
-    link.found(Transport.UNKNOWN)
+    for way in (Transport.UNKNOWN, Transport.TCP, Transport.CMA, Transport.TCP, Transport.UNKNOWN, Transport.TCP):
+        link.found(way)
+    assert link.transport is Transport.UNKNOWN  # other traffic may have looked so: no two agree
+    assert link.to_be_seen
     link.found(Transport.TCP)
-    link.found(Transport.CMA)
+    assert not link.to_be_seen
     link.found(Transport.TCP)
     (warned,) = [e for e in logged if "over TCP" in e["event"]]
     assert (warned["log_level"], warned["peer"], warned["peer_ranks"]) == ("warning", "engine-p", ["tp0"])
@@ -236,9 +332,13 @@ async def test_the_direct_way_and_other_hosts_are_no_matter_for_a_warning(readin
     await reading.good()
     (link,) = reading.d.nodes[0].sidecar.registrations.get("engine-d").links
     link.found(Transport.CMA)
-    link.transport = Transport.UNKNOWN
+    link.found(Transport.CMA)
+    assert link.transport is Transport.CMA
     reading.d.nodes[0].sidecar.registrations.get("engine-d").links.host = "elsewhere"  # type: ignore[misc]
     link.found(Transport.TCP)
+    assert link.transport is Transport.CMA
+    link.found(Transport.TCP)
+    assert link.transport is Transport.TCP
     assert not [e for e in logged if "over TCP" in e["event"]]
 
 
