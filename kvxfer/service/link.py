@@ -264,7 +264,12 @@ class Link:
         except KvxferError as error:
             self.lose(rank.lost(str(error)))
         except Exception as error:  # a link that nobody watches would never be lost
-            log.exception("watching a peer failed", peer=rank.client.address)
+            log.exception(
+                "watching a peer failed",
+                peer=rank.facts.engine_id,
+                peer_rank=str(rank.facts.rank),
+                address=rank.client.address,
+            )
             self.lose(rank.lost(repr(error)))
         finally:
             lost.cancel()

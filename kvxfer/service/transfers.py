@@ -447,7 +447,14 @@ class Transfers:
         except asyncio.TimeoutError:
             limit = self._settings.drain_limit
             why = f"a read from engine {transfer.remote_engine_id} was in flight {limit:g} s after it had failed"
-            log.warning("agent destroyed", transfer=transfer.id, engine=transfer.remote_engine_id, limit_s=limit)
+            log.warning(
+                "agent destroyed",
+                engine=self._registration.identity.engine_id,
+                peer=transfer.remote_engine_id,
+                request=transfer.request_id,
+                transfer=transfer.id,
+                limit_s=limit,
+            )
             await link.cut(KvxferError(Reason.PEER_LOST, f"{why}: its agent was destroyed", limit_s=limit))
             await read.quiesced
 
@@ -473,7 +480,14 @@ class Transfers:
                 return
             except KvxferError as error:
                 if pause is None or not error.spec.retry:
-                    log.info("close not delivered", peer=rank.client.address, error=str(error))
+                    log.info(
+                        "close not delivered",
+                        engine=self._registration.identity.engine_id,
+                        peer=rank.facts.engine_id,
+                        peer_rank=str(rank.facts.rank),
+                        address=rank.client.address,
+                        error=str(error),
+                    )
                     return
                 await asyncio.sleep(pause)
 

@@ -273,6 +273,29 @@ async def test_every_read_that_is_refused_is_counted(reading: Reading, logged: l
     assert (await told(node)).of("kvxfer_reads_refused_total") == before.of("kvxfer_reads_refused_total")
 
 
+async def test_a_refused_call_is_logged_with_what_it_was_about(reading: Reading, logged: list[Any]) -> None:
+    request = reading.request("t1")
+    request.spec.ticket.lease_token = bytes(16)
+    await refusal(reading.stub.ReadBlocks(request))
+    found = {entry["method"].rpartition("/")[2]: entry for entry in logged_as(logged, "call refused")}
+    asked = request.spec.ticket.request_id
+    here = {"engine": "engine-d", "peer": "engine-p", "request": asked, "transfer": "t1"}
+    assert here.items() <= found["ReadBlocks"].items()
+    there = {
+        "engine": "engine-p",
+        "incarnation": reading.p.members[0].registered.incarnation,
+        "peer": "engine-d",
+        "peer_incarnation": reading.d.members[0].registered.incarnation,
+        "request": asked,
+    }
+    assert there.items() <= found["OpenRead"].items()
+    assert found["OpenRead"]["transfer"].startswith("t1")
+    await refusal(reading.stub.GetTransfer(pb.GetTransferRequest(engine_id="e" * 10_000, transfer_id="t" * 10_000)))
+    long = next(e for e in logged_as(logged, "call refused") if e["method"].endswith("GetTransfer"))
+    assert len(long["engine"]) <= 128
+    assert len(long.get("transfer", "")) <= 128
+
+
 async def test_only_some_reads_are_looked_at(reading: Reading, monkeypatch: pytest.MonkeyPatch) -> None:
     """It takes time, also where they fail or show nothing."""
     monkeypatch.setattr(transport, "LEAST_BYTES", 0)
