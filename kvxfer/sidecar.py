@@ -175,6 +175,8 @@ class Sidecar:
         )
         if self._tls is None and not is_loopback(self.settings.peer_host):
             log.warning("the peer port is plaintext: whoever reaches it can read every registered cache")
+        if self._web is not None and not is_loopback(self.settings.http_host):
+            log.info("whoever reaches the HTTP port can read the metrics", http_host=self.settings.http_host)
         self._tell_missing()
         self._tell_owned("memory that a sidecar made is there to be adopted")
 
@@ -253,7 +255,7 @@ class Sidecar:
         return [*now, *self.metrics.families()]
 
     def _bind_peer(self) -> tuple[grpc.aio.Server, int]:
-        access = (AccessInterceptor(self.settings.peer_allowed_sans),) if self._tls else ()
+        access = (AccessInterceptor(self.settings.peer_allowed_sans, self.metrics),) if self._tls else ()
         server = self._new_server(*access)
         host, port = self.settings.peer_host, self.settings.peer_port
         where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -2518,7 +2518,7 @@ class Counts(_message.Message):
     leases_withdrawn: _builtins.int
     """OUTPUT.  That ended WITHDRAWN."""
     reads_refused: _builtins.int
-    """OUTPUT.  Peers' reads that were not granted."""
+    """OUTPUT.  Peers' reads that were not granted, or not for longer."""
     limited: _builtins.int
     """OUTPUT.  Calls that found no room for another transfer, for its bytes, or for another remote engine."""
     stale_reads_refused: _builtins.int

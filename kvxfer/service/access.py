@@ -11,7 +11,8 @@ import grpc
 import grpc.aio
 
 from kvxfer.core.errors import KvxferError, Reason
-from kvxfer.service.interceptors import Context, abort
+from kvxfer.service.interceptors import Context, Tally, abort
+from kvxfer.service.metrics import Metrics
 
 #: How many names of a certificate a refusal tells.
 _MOST_TOLD: Final = 8
@@ -34,10 +35,14 @@ def is_allowed(names: Iterable[str], uris: Iterable[str], patterns: Sequence[str
 
 
 class AccessInterceptor(grpc.aio.ServerInterceptor):
-    """Lets only allowed certificates call, whatever the service; has to come before all other interceptors."""
+    """Lets only allowed certificates call, whatever the service; has to come before all other interceptors.
 
-    def __init__(self, patterns: Sequence[str]) -> None:
+    :param metrics: where refused calls are counted, those of our own services.
+    """
+
+    def __init__(self, patterns: Sequence[str], metrics: Metrics) -> None:
         self._patterns = tuple(patterns)
+        self._metrics = metrics
 
     async def intercept_service(
         self,
@@ -62,6 +67,8 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):
         try:
             _check(context, self._patterns)
         except KvxferError as error:
+            if method.startswith("/kvxfer."):
+                Tally(self._metrics, method).refused(error)
             await abort(context, error, method)
 
     def _one(self, behaviour: Any, method: str) -> Any:

@@ -255,7 +255,7 @@ def add_counts(counts: pb.Counts, registration: Registration) -> None:
     counts.leases_released += ended.released
     counts.leases_expired += ended.expired
     counts.leases_withdrawn += ended.withdrawn
-    counts.reads_refused += ended.refused
+    counts.reads_refused += registration.events.reads_refused
     counts.stale_reads_refused += registration.events.stale_reads_refused
     counts.links_lost += registration.events.links_lost
     counts.readers_lost += registration.events.readers_lost

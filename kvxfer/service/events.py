@@ -70,7 +70,11 @@ class Events:
         #: The peers that were lost last.
         self.lost: Final[deque[Lost]] = deque(maxlen=KEPT_LOST)
         #: How often, since the registration.
-        self.links_lost = self.readers_lost = self.stale_reads_refused = 0
+        self.links_lost = self.readers_lost = self.reads_refused = self.stale_reads_refused = 0
+
+    def registered(self) -> None:
+        """The registration is there: these events can happen."""
+        self._metrics.begin_engine(self._engine_id)
 
     # -- reading ---------------------------------------------------------------------------------------------------
 
@@ -80,10 +84,12 @@ class Events:
         """A handshake has made a link, or has failed."""
         metrics = self._metrics
         reason = NONE if error is None else error.reason.value
-        metrics.handshakes.add((*metrics.pair(self._engine_id, remote_engine_id), reason))
+        pair = metrics.pair(self._engine_id, remote_engine_id)
+        metrics.handshakes.add((*pair, reason))
         if link is None:
             self._log.info("handshake failed", peer=remote_engine_id, reason=reason, error=str(error))
             return
+        metrics.begin_link(pair)
         metrics.handshake_seconds.observe(metrics.local(self._engine_id), seconds)
         sources = [f"{s.facts.rank}/{s.facts.incarnation}" for s in link.sources]
         self._log.info("handshake done", peer=remote_engine_id, sources=sources, seconds=round(seconds, 6))
@@ -144,6 +150,10 @@ class Events:
 
     # -- being read from ---------------------------------------------------------------------------------------------
 
+    def reader_met(self, reader: Reader) -> None:
+        """A peer's rank has introduced itself, or says that it is alive."""
+        self._metrics.begin_reader(self._metrics.pair(self._engine_id, reader.engine_id), str(reader.rank))
+
     def read_granted(self, ref: ReadRef) -> None:
         """A peer's read is granted."""
         metrics, reader = self._metrics, ref.reader
@@ -152,11 +162,12 @@ class Events:
             self._log.debug("read granted", **_of_read(ref))
 
     def read_refused(self, ref: ReadRef, error: KvxferError) -> None:
-        """A peer's read is refused: its bytes do not count."""
+        """A peer's read, or its renewal, is refused: its bytes do not count."""
         metrics, reader = self._metrics, ref.reader
         labels = metrics.rank(metrics.pair(self._engine_id, reader.engine_id), str(reader.rank))
         metrics.reads_refused.add((*labels, error.reason.value))
         stale = error.reason in STALE
+        self.reads_refused += 1
         self.stale_reads_refused += stale
         (self._log.warning if stale else self._log.info)(
             "read refused", **_of_read(ref), reason=error.reason.value, detail=error.message

@@ -57,7 +57,8 @@ LIMIT: Final = Spec("kvxfer_limit", Kind.GAUGE, "A limit of this sidecar, in wha
 LIMIT_USED: Final = Spec(
     "kvxfer_limit_used",
     Kind.GAUGE,
-    "How much of a limit is taken, of the engine and the peer where it is most. Limits of single calls have none.",
+    "How much of a limit is taken, of the engine and the peer where it is most. Limits of single calls have "
+    "none; engines that nothing is read from just now do not count towards max_peers.",
     ("limit",),
 )
 

@@ -5,20 +5,45 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import grpc
 import grpc.aio
 import structlog
-from google.protobuf.message import DecodeError
+from google.protobuf.message import DecodeError, Message
 from grpc_status import rpc_status
 
 from kvxfer.core.errors import Fault, KvxferError, Reason
+from kvxfer.pb import peer_pb2, transfer_pb2
 from kvxfer.service.limits import NAMES
 from kvxfer.service.metrics import Metrics
 from kvxfer.wire.status import to_status
 
 log = structlog.get_logger()
+
+#: Our own.
+SERVICES: Final = (
+    transfer_pb2.DESCRIPTOR.services_by_name["KvTransfer"],
+    peer_pb2.DESCRIPTOR.services_by_name["KvPeer"],
+)
+
+#: Where a request says what it is about, by the names of the log; the first that is there counts.
+_ABOUT: Final = (
+    ("engine", ("engine_id",), ("spec", "engine_id")),
+    ("incarnation", ("incarnation",), ("expected_incarnation",)),
+    ("request", ("request_id",), ("ticket", "request_id"), ("spec", "ticket", "request_id")),
+    ("transfer", ("transfer_id",), ("spec", "transfer_id")),
+    (
+        "peer",
+        ("reader", "engine_id"),
+        ("engine", "engine_id"),
+        ("ticket", "engine_id"),
+        ("spec", "ticket", "engine_id"),
+    ),
+    ("peer_incarnation", ("reader", "incarnation")),
+)
+#: Of what a caller says, so many characters are logged.
+_MOST_LOGGED: Final = 128
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
@@ -31,6 +56,11 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
+        for name in NAMES:
+            metrics.limit_refusals.add((name,), 0)
+        for service in SERVICES:
+            for called in service.methods:
+                metrics.calls.add((service.full_name, called.name, "INTERNAL"), 0)
 
     async def intercept_service(
         self,
@@ -95,18 +125,18 @@ def _decoder(handler: grpc.RpcMethodHandler[Any, Any]) -> Callable[[bytes], Any]
 
 
 def _unary(behaviour: Any, method: str, tally: Tally) -> Any:
-    async def refuse(context: Context, error: KvxferError) -> None:
-        tally.refused(error)
-        await abort(context, error, method)
-
     async def call(request: Any, context: Context) -> Any:
+        async def refuse(error: KvxferError) -> None:
+            tally.refused(error)
+            await abort(context, error, method, request)
+
         began = time.perf_counter()
         try:
             if isinstance(request, KvxferError):
                 raise request
             answer = await behaviour(request, context)
         except KvxferError as error:
-            await refuse(context, error)
+            await refuse(error)
         except grpc.aio.AbortError:
             raise
         except asyncio.CancelledError:
@@ -114,11 +144,11 @@ def _unary(behaviour: Any, method: str, tally: Tally) -> Any:
                 tally.ended("CANCELLED")
                 raise
             # Something inside was cancelled, not the call: its caller must hear of it.
-            log.warning("a call was cut short", method=method)
-            await refuse(context, KvxferError(Reason.SHUTTING_DOWN, "the call was cut short by a shutdown"))
+            log.warning("a call was cut short", method=method, **about(request))
+            await refuse(KvxferError(Reason.SHUTTING_DOWN, "the call was cut short by a shutdown"))
         except Exception:  # the last line of defence: nothing that a caller sends may end the process
-            log.exception("a call failed in an unforeseen way", method=method)
-            await refuse(context, KvxferError(Reason.INTERNAL, "an internal error; see the sidecar's log"))
+            log.exception("a call failed in an unforeseen way", method=method, **about(request))
+            await refuse(KvxferError(Reason.INTERNAL, "an internal error; see the sidecar's log"))
         else:
             tally.ended("OK")
             log.debug("call", method=method, seconds=round(time.perf_counter() - began, 6))
@@ -136,25 +166,47 @@ def _stream(behaviour: Any, method: str, tally: Tally) -> Any:
                 yield answer
         except KvxferError as error:
             tally.refused(error)
-            await abort(context, error, method)
+            await abort(context, error, method, request)
         except grpc.aio.AbortError:
             raise
         except (asyncio.CancelledError, GeneratorExit):
             tally.ended("CANCELLED")
             raise
         except Exception:  # as above
-            log.exception("a stream failed in an unforeseen way", method=method)
+            log.exception("a stream failed in an unforeseen way", method=method, **about(request))
             unforeseen = KvxferError(Reason.INTERNAL, "an internal error; see the sidecar's log")
             tally.refused(unforeseen)
-            await abort(context, unforeseen, method)
+            await abort(context, unforeseen, method, request)
         else:
             tally.ended("OK")
 
     return call
 
 
-async def abort(context: Context, error: KvxferError, method: str) -> None:
-    """End a call with the rich status of an error."""
+def about(request: Any) -> dict[str, str]:
+    """What a request is about, by the names of the log: those of its IDs that it has, cut where they are very long."""
+    told = {}
+    for name, *paths in _ABOUT:
+        values = (_at(request, path) for path in paths)
+        if value := next((v for v in values if isinstance(v, str) and v), ""):
+            told[name] = value[:_MOST_LOGGED]
+    return told
+
+
+def _at(message: Any, path: tuple[str, ...]) -> Any:
+    for name in path:
+        if not isinstance(message, Message) or name not in message.DESCRIPTOR.fields_by_name:
+            return None
+        message = getattr(message, name)
+    return message
+
+
+async def abort(context: Context, error: KvxferError, method: str, request: Any = None) -> None:
+    """End a call with the rich status of an error.
+
+    :param request: what was asked; ``None`` where nothing of it is to be logged.
+    """
     level = log.warning if error.spec.fault is Fault.LOCAL or error.reason is Reason.PEER_NOT_ALLOWED else log.info
-    level("call refused", method=method, reason=error.reason.value, detail=error.message, field=error.field)
+    told = about(request)
+    level("call refused", method=method, **told, reason=error.reason.value, detail=error.message, field=error.field)
     await context.abort_with_status(rpc_status.to_status(to_status(error)))

@@ -81,7 +81,6 @@ class Totals:
     expired: int = 0
     withdrawn: int = 0
     opened: int = 0
-    refused: int = 0
 
 
 class Leases:
@@ -229,17 +228,13 @@ class Leases:
             FIELD_INVALID, LIMIT_EXCEEDED, SHUTTING_DOWN.
         """
         ref = record.ref
-        try:
-            if self._is_to_come(ref.request_id, ref.lease_token):
-                await self._await_publication(ref.request_id)
-            now = time.monotonic()
-            with self._changing(self._find(ref.request_id, ref.lease_token)) as lease:
-                check_promise(lease, record)
-                seconds = min(record.wanted or self._settings.read_grant, self._settings.read_grant)
-                settled = lease.open(_key(ref), ref.readers, seconds, now)
-        except KvxferError:
-            self.totals.refused += 1
-            raise
+        if self._is_to_come(ref.request_id, ref.lease_token):
+            await self._await_publication(ref.request_id)
+        now = time.monotonic()
+        with self._changing(self._find(ref.request_id, ref.lease_token)) as lease:
+            check_promise(lease, record)
+            seconds = min(record.wanted or self._settings.read_grant, self._settings.read_grant)
+            settled = lease.open(_key(ref), ref.readers, seconds, now)
         self.totals.opened += 1
         return Granted(seconds, min(now - lease.published, MAX_SECONDS), settled)
 

@@ -54,7 +54,8 @@ def limits(settings: ServiceSettings, registrations: Iterable[Registration]) -> 
         "max_transfers_per_peer": most(r.transfers.room.most for r in known),
         "max_bytes_in_flight": most(r.transfers.bytes_room.taken for r in known),
         "max_bytes_in_flight_per_peer": most(r.transfers.bytes_room.most for r in known),
-        "max_peers": most(len(r.links) for r in known),
+        # An idle link makes room for another.
+        "max_peers": most(sum(not link.idle for link in r.links) for r in known),
         "max_leases": most(len(r.leases) for r in known),
         "max_readers": most(len(r.readers) for r in known),
         "max_reads": most(r.readers.most_reads for r in known),

@@ -27,6 +27,8 @@ log = structlog.get_logger()
 IDLE_BOUNDS: Final = (3.0, 600.0)
 #: Reads that are looked at to find out how a link's bytes come: where its sources differ, no read tells.
 MAX_LOOKS: Final = 8
+#: After so long they are looked at again, seconds: a way may change, and other traffic may have looked like it.
+LOOK_AGAIN: Final = 300.0
 #: A peer's attention is taken as at most so many seconds.
 MAX_ATTENTION: Final = 60.0
 
@@ -162,7 +164,9 @@ class Link:
         self.lost: Final[asyncio.Future[KvxferError]] = asyncio.get_running_loop().create_future()
         #: How its bytes come, once that was seen.
         self.transport = Transport.UNKNOWN
-        self.looks_left = MAX_LOOKS
+        self._looks_left = MAX_LOOKS
+        self._look_at = 0.0
+        self._seen = Transport.UNKNOWN
         #: Whether that is slower than it would have to be.
         self.slow = False
         self._users = 1
@@ -190,18 +194,32 @@ class Link:
             self.lost.set_result(error.bare())
             self._owner.drop(self)
 
+    @property
+    def to_be_seen(self) -> bool:
+        """Whether it is worth while to look how its bytes come."""
+        return time.monotonic() >= self._look_at
+
+    def looks(self) -> None:
+        """A read is looked at."""
+        self._looks_left -= 1
+        if self._looks_left <= 0:
+            self._rest()
+
     def found(self, transport: Transport) -> None:
-        """How its bytes come was seen."""
-        if self.transport is Transport.UNKNOWN and transport is not Transport.UNKNOWN:
+        """How its bytes came was seen, once; two looks that agree are believed."""
+        before, self._seen = self._seen, transport
+        if transport is Transport.UNKNOWN or transport is not before:
+            return
+        self._rest()
+        if transport is not self.transport:
             self.transport = transport
             self.slow = self.on_one_host and transport is Transport.TCP
             if self.slow:
                 self._owner.events.slow_link(self)
 
-    @property
-    def to_be_seen(self) -> bool:
-        """Whether it is worth while to look how its bytes come."""
-        return self.transport is Transport.UNKNOWN and self.looks_left > 0
+    def _rest(self) -> None:
+        """Look again, but not soon: a look costs time."""
+        self._looks_left, self._look_at = MAX_LOOKS, time.monotonic() + LOOK_AGAIN
 
     @property
     def on_one_host(self) -> bool:
@@ -246,7 +264,12 @@ class Link:
         except KvxferError as error:
             self.lose(rank.lost(str(error)))
         except Exception as error:  # a link that nobody watches would never be lost
-            log.exception("watching a peer failed", peer=rank.client.address)
+            log.exception(
+                "watching a peer failed",
+                peer=rank.facts.engine_id,
+                peer_rank=str(rank.facts.rank),
+                address=rank.client.address,
+            )
             self.lose(rank.lost(repr(error)))
         finally:
             lost.cancel()

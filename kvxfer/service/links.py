@@ -285,7 +285,7 @@ class Links:
         try:
             await rank.client.goodbye(replace(self._query(target, asked, known=""), goodbye=True), COURTESY_TIMEOUT)
         except KvxferError as error:  # it is gone, and needs us no more
-            log.debug("goodbye not heard", peer=rank.client.address, error=str(error))
+            log.debug("goodbye not heard", peer=rank.facts.engine_id, address=rank.client.address, error=str(error))
 
     async def beat(self, rank: RemoteRank) -> None:
         """Tell a source that its reader is alive.

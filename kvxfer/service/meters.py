@@ -56,59 +56,68 @@ class Family:
 
 
 class Counter:
-    """Counts up, for each combination of label values."""
+    """Counts up, for each combination of label values.
 
-    def __init__(self, spec: Spec) -> None:
+    :param heads: how many of the first labels say whose a series is: what has them in common can be forgotten at once.
+    """
+
+    def __init__(self, spec: Spec, heads: int = 0) -> None:
         self.spec: Final = spec
-        self._values: dict[Labels, float] = {}
+        self.heads: Final = heads
+        self._values: dict[Labels, dict[Labels, float]] = {}
 
     def add(self, labels: Labels, amount: float = 1) -> None:
-        """So much more."""
-        self._values[labels] = self._values.get(labels, 0) + amount
+        """So much more; 0 only makes the series."""
+        values = self._values.setdefault(labels[: self.heads], {})
+        values[labels] = values.get(labels, 0) + amount
 
     def forget(self, head: Labels) -> None:
-        """Drop every series whose labels begin so."""
-        _drop(self._values, head)
+        """Drop every series of this head."""
+        self._values.pop(head, None)
 
     def family(self) -> Family:
         """A copy."""
-        return Family(self.spec, dict(self._values))
+        return Family(self.spec, {labels: n for values in self._values.values() for labels, n in values.items()})
 
 
 class Histogram:
-    """Counts observations in buckets, for each combination of label values."""
+    """Counts observations in buckets, for each combination of label values.
 
-    def __init__(self, spec: Spec) -> None:
+    :param heads: as for :class:`Counter`.
+    """
+
+    def __init__(self, spec: Spec, heads: int = 0) -> None:
         self.spec: Final = spec
+        self.heads: Final = heads
         self._bounds: Final = spec.buckets
         # For each: the buckets, what lies above them, and the sum.
-        self._values: dict[Labels, list[float]] = {}
+        self._values: dict[Labels, dict[Labels, list[float]]] = {}
 
     def observe(self, labels: Labels, value: float) -> None:
         """One more."""
-        found = self._values.get(labels)
+        values = self._values.setdefault(labels[: self.heads], {})
+        found = values.get(labels)
         if found is None:
-            found = self._values[labels] = [0] * (len(self._bounds) + 1) + [0.0]
+            found = values[labels] = [0] * (len(self._bounds) + 1) + [0.0]
         found[bisect_left(self._bounds, value)] += 1
         found[-1] += value
 
     def forget(self, head: Labels) -> None:
-        """Drop every series whose labels begin so."""
-        _drop(self._values, head)
+        """Drop every series of this head."""
+        self._values.pop(head, None)
 
     def family(self) -> Family:
         """A copy."""
         return Family(
             self.spec,
-            {labels: Distribution(tuple(int(n) for n in row[:-1]), row[-1]) for labels, row in self._values.items()},
+            {
+                labels: Distribution(tuple(int(n) for n in row[:-1]), row[-1])
+                for values in self._values.values()
+                for labels, row in values.items()
+            },
         )
 
 
 def gauge(spec: Spec, values: Iterable[tuple[Labels, float]]) -> Family:
     """A gauge as it is now."""
     return Family(spec, dict(values))
-
-
-def _drop(values: dict[Labels, list[float]] | dict[Labels, float], head: Labels) -> None:
-    for labels in [known for known in values if known[: len(head)] == head]:
-        del values[labels]

@@ -5,6 +5,9 @@ see :data:`MAX_PEERS`.  Nothing that is fresh for every request is a label.
 
 What follows from the state of the service (how many leases are held now) is not counted here but looked up when it is
 asked for, in :mod:`kvxfer.service.gauges`.
+
+What should never happen is told as 0 from the moment on at which it can happen: Prometheus does not see an event with
+which a series begins.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from collections.abc import Collection
 from typing import Final
 
 from kvxfer.core.errors import Reason
+from kvxfer.core.leases import ENDED
 from kvxfer.service.meters import Counter, Family, Histogram, Kind, Labels, Spec
 
 #: Pairs of a local engine and a remote one that have series of their own.  One more takes the place of the one that was
@@ -26,6 +30,13 @@ FORGET_AFTER: Final = 900.0
 #: A reason where nothing went wrong.
 NONE: Final = "NONE"
 OTHER: Final = "other"
+
+#: Reasons of a read that was refused since its ticket is not true any more, whatever the transport has brought.
+STALE: Final = frozenset(
+    {Reason.LEASE_EXPIRED, Reason.LEASE_UNKNOWN, Reason.LEASE_TOKEN_MISMATCH, Reason.STALE_INCARNATION}
+)
+#: Reasons after which a link is of no use, and a new handshake is needed.
+LINK_BREAKERS: Final = frozenset({Reason.PEER_LOST, Reason.PEER_UNREACHABLE, Reason.STALE_INCARNATION})
 
 #: A READ of some kilobytes over shared memory takes tens of microseconds, one of gigabytes over TCP seconds.
 SECONDS: Final = (
@@ -132,23 +143,23 @@ class Metrics:
     """The counters of a sidecar."""
 
     def __init__(self) -> None:
-        self.transfers: Final = Counter(TRANSFERS)
-        self.read_bytes: Final = Counter(READ_BYTES)
-        self.read_descriptors: Final = Counter(READ_DESCRIPTORS)
-        self.merged_descriptors: Final = Counter(MERGED_DESCRIPTORS)
-        self.phases: Final = Histogram(PHASES)
-        self.handshakes: Final = Counter(HANDSHAKES)
-        self.handshake_seconds: Final = Histogram(HANDSHAKE_SECONDS)
-        self.links_lost: Final = Counter(LINKS_LOST)
-        self.slow_links: Final = Counter(SLOW_LINKS)
-        self.reads_granted: Final = Counter(READS_GRANTED)
-        self.reads_refused: Final = Counter(READS_REFUSED)
-        self.readers_lost: Final = Counter(READERS_LOST)
-        self.leases_published: Final = Counter(LEASES_PUBLISHED)
-        self.leases_ended: Final = Counter(LEASES_ENDED)
-        self.engines_lost: Final = Counter(ENGINES_LOST)
-        self.limit_refusals: Final = Counter(LIMIT_REFUSALS)
-        self.calls: Final = Counter(CALLS)
+        self.transfers: Final = Counter(TRANSFERS, _heads(TRANSFERS))
+        self.read_bytes: Final = Counter(READ_BYTES, _heads(READ_BYTES))
+        self.read_descriptors: Final = Counter(READ_DESCRIPTORS, _heads(READ_DESCRIPTORS))
+        self.merged_descriptors: Final = Counter(MERGED_DESCRIPTORS, _heads(MERGED_DESCRIPTORS))
+        self.phases: Final = Histogram(PHASES, _heads(PHASES))
+        self.handshakes: Final = Counter(HANDSHAKES, _heads(HANDSHAKES))
+        self.handshake_seconds: Final = Histogram(HANDSHAKE_SECONDS, _heads(HANDSHAKE_SECONDS))
+        self.links_lost: Final = Counter(LINKS_LOST, _heads(LINKS_LOST))
+        self.slow_links: Final = Counter(SLOW_LINKS, _heads(SLOW_LINKS))
+        self.reads_granted: Final = Counter(READS_GRANTED, _heads(READS_GRANTED))
+        self.reads_refused: Final = Counter(READS_REFUSED, _heads(READS_REFUSED))
+        self.readers_lost: Final = Counter(READERS_LOST, _heads(READERS_LOST))
+        self.leases_published: Final = Counter(LEASES_PUBLISHED, _heads(LEASES_PUBLISHED))
+        self.leases_ended: Final = Counter(LEASES_ENDED, _heads(LEASES_ENDED))
+        self.engines_lost: Final = Counter(ENGINES_LOST, _heads(ENGINES_LOST))
+        self.limit_refusals: Final = Counter(LIMIT_REFUSALS, _heads(LIMIT_REFUSALS))
+        self.calls: Final = Counter(CALLS, _heads(CALLS))
         self._all: Final[tuple[Counter | Histogram, ...]] = tuple(
             m for m in vars(self).values() if isinstance(m, Counter | Histogram)
         )
@@ -187,6 +198,26 @@ class Metrics:
         self.pair(engine, "")
         return (engine,)
 
+    def begin_engine(self, engine: str) -> None:
+        """A local engine has registered."""
+        labels = self.local(engine)
+        self.leases_published.add(labels, 0)
+        self.engines_lost.add(labels, 0)
+        for state in ENDED:
+            self.leases_ended.add((*labels, state.value.lower()), 0)
+
+    def begin_link(self, pair: Labels) -> None:
+        """There is a link to the remote engine."""
+        self.slow_links.add(pair, 0)
+        for reason in LINK_BREAKERS:
+            self.links_lost.add((*pair, reason.value), 0)
+
+    def begin_reader(self, pair: Labels, rank: str) -> None:
+        """A rank of the remote engine may read from here."""
+        self.readers_lost.add(pair, 0)
+        for reason in STALE:
+            self.reads_refused.add((*self.rank(pair, rank), reason.value), 0)
+
     def tick(self, now: float, connected: Collection[Labels]) -> None:
         """Forget pairs that have been gone for long.
 
@@ -206,9 +237,7 @@ class Metrics:
         self._ranks.pop(pair, None)
         head = pair if pair[1] else pair[:1]
         for metric in self._all:
-            names = metric.spec.labels
-            # What concerns a local engine alone is not headed by a pair.
-            if names[:2] == PAIR if pair[1] else names[:1] == PAIR[:1] and names[:2] != PAIR:
+            if metric.heads == len(head):
                 metric.forget(head)
 
     def families(self) -> list[Family]:
@@ -216,7 +245,6 @@ class Metrics:
         return [m.family() for m in self._all]
 
 
-#: Reasons of a read that was refused since its ticket is not true any more, whatever the transport has brought.
-STALE: Final = frozenset(
-    {Reason.LEASE_EXPIRED, Reason.LEASE_UNKNOWN, Reason.LEASE_TOKEN_MISMATCH, Reason.STALE_INCARNATION}
-)
+def _heads(spec: Spec) -> int:
+    """How many labels say whose a series is: a pair's, a local engine's, or (none) the sidecar's."""
+    return 2 if spec.labels[:2] == PAIR else int(spec.labels[:1] == PAIR[:1])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any, TypeAlias
 
 import grpc.aio
@@ -64,6 +66,7 @@ class PeerService(peer_pb2_grpc.KvPeerServicer):
             _check_incarnation(registration, query.expected_incarnation, "expected_incarnation")
         known = query.known_incarnation == registration.incarnation
         registration.readers.meet(reader, context.peer(), connecting=not known)
+        registration.events.reader_met(reader)
         memory = PeerMemory(
             registration.layout,
             tuple(RegionSpan(s.address, s.length, s.kind, s.device) for s in registration.spans),
@@ -91,24 +94,22 @@ class PeerService(peer_pb2_grpc.KvPeerServicer):
         """A read is under way."""
         record = open_from_pb(request)
         ref = record.ref
-        registration = self._find(ref.engine_id, ref.rank)
-        try:
+        with self._refusals(ref):
+            registration = self._find(ref.engine_id, ref.rank)
             _check_incarnation(registration, ref.incarnation)
             # Whether or not it is granted, its READ may be under way, and does not end unless this side polls.
             registration.readers.open(ref.reader, ref.transfer_id, context.peer())
             granted = await registration.leases.open(record)
-        except KvxferError as error:
-            registration.events.read_refused(ref, error)
-            raise
         registration.events.read_granted(ref)
         return granted_to_pb(granted)
 
     async def RenewRead(self, request: pb.RenewReadRequest, context: Context) -> pb.RenewReadResponse:
         """A read goes on."""
         ref, wanted = renew_from_pb(request)
-        registration = self._of_read(ref, closing=True)
-        granted = registration.leases.renew_read(ref, wanted)
-        registration.readers.open(ref.reader, ref.transfer_id, context.peer())
+        with self._refusals(ref):
+            registration = self._of_read(ref, closing=True)
+            granted = registration.leases.renew_read(ref, wanted)
+            registration.readers.open(ref.reader, ref.transfer_id, context.peer())
         return pb.RenewReadResponse(granted=duration(granted))
 
     async def CloseRead(self, request: pb.CloseReadRequest, context: Context) -> pb.CloseReadResponse:
@@ -118,6 +119,16 @@ class PeerService(peer_pb2_grpc.KvPeerServicer):
         registration.readers.close_read(record.ref.reader, record.ref.transfer_id)
         registration.leases.close_read(record)
         return pb.CloseReadResponse()
+
+    @contextlib.contextmanager
+    def _refusals(self, ref: ReadRef) -> Iterator[None]:
+        """Inside, what is refused is told, where the engine is one that is or was registered just now."""
+        try:
+            yield
+        except KvxferError as error:
+            if (known := self._registrations.known(ref.engine_id)) is not None:
+                known.events.read_refused(ref, error)
+            raise
 
     def _find(self, engine_id: str, rank: Rank, *, closing: bool = False) -> Registration:
         registration = self._registrations.get(engine_id, closing=closing, orphaned=True)

@@ -205,6 +205,10 @@ class Registrations:
     def __iter__(self) -> Iterator[Registration]:
         return iter(tuple(self._by_engine.values()))
 
+    def known(self, engine_id: str) -> Registration | None:
+        """The registration of an engine, in whatever state; or none."""
+        return self._by_engine.get(engine_id)
+
     def get(self, engine_id: str, *, closing: bool = False, orphaned: bool = False) -> Registration:
         """The registration of an engine.
 
@@ -388,6 +392,7 @@ class Registrations:
             await asyncio.to_thread(_close_all, regions, found.__contains__)
             raise
         readers.engine = engine
+        events.registered()
         log.info(
             "cache registered",
             engine=record.engine_id,

@@ -24,6 +24,7 @@ from kvxfer.core.errors import KvxferError, Reason
 from kvxfer.core.resolve import Request, SourceRead, resolve
 from kvxfer.core.transfers import Event, State
 from kvxfer.service.link import Link, LinkSource, RemoteRank
+from kvxfer.service.metrics import LINK_BREAKERS
 from kvxfer.service.reading import clock, leave, read_source
 from kvxfer.service.room import Room
 from kvxfer.service.settings import ServiceSettings
@@ -46,8 +47,6 @@ CLOSE_BACKOFF: Final = (0.1, 0.5, 2.0)
 CLOSE_TIMEOUT: Final = 5.0
 #: CloseRead makes sure of what the NIXL notification says already; the caller's answer goes first, seconds.
 CLOSE_DELAY: Final = 0.002
-#: After these a new handshake is needed.
-LINK_BREAKERS: Final = frozenset({Reason.PEER_LOST, Reason.PEER_UNREACHABLE, Reason.STALE_INCARNATION})
 #: What a source says that is about to stop; it serves on what it has granted.
 STOPPING: Final = Reason.SHUTTING_DOWN.value
 
@@ -283,6 +282,8 @@ class Transfers:
         self._move(transfer, Event.POST)
         transfer.disarm()
         transfer.look = self._registration.probe.posted(transfer.bytes, wanted=link.to_be_seen)
+        if transfer.look is not None:
+            link.looks()
         # Handed over before anything else is done: the copying goes on beside all that follows.
         posted = clock()
         reads = [
@@ -395,10 +396,9 @@ class Transfers:
         transfer.settled.set()
 
     def _look_at(self, transfer: Transfer, results: list[ReadResult]) -> None:
-        """See how the bytes have come, where that is not known of the link yet."""
+        """See how the bytes have come, where it was looked at."""
         link, look = transfer.link, transfer.look
         if link is not None and look is not None:
-            link.looks_left -= 1
             probe = self._registration.probe
             link.found(probe.see(look, transfer.bytes, results, one_host=link.on_one_host))
 
@@ -447,7 +447,14 @@ class Transfers:
         except asyncio.TimeoutError:
             limit = self._settings.drain_limit
             why = f"a read from engine {transfer.remote_engine_id} was in flight {limit:g} s after it had failed"
-            log.warning("agent destroyed", transfer=transfer.id, engine=transfer.remote_engine_id, limit_s=limit)
+            log.warning(
+                "agent destroyed",
+                engine=self._registration.identity.engine_id,
+                peer=transfer.remote_engine_id,
+                request=transfer.request_id,
+                transfer=transfer.id,
+                limit_s=limit,
+            )
             await link.cut(KvxferError(Reason.PEER_LOST, f"{why}: its agent was destroyed", limit_s=limit))
             await read.quiesced
 
@@ -473,7 +480,14 @@ class Transfers:
                 return
             except KvxferError as error:
                 if pause is None or not error.spec.retry:
-                    log.info("close not delivered", peer=rank.client.address, error=str(error))
+                    log.info(
+                        "close not delivered",
+                        engine=self._registration.identity.engine_id,
+                        peer=rank.facts.engine_id,
+                        peer_rank=str(rank.facts.rank),
+                        address=rank.client.address,
+                        error=str(error),
+                    )
                     return
                 await asyncio.sleep(pause)
 

@@ -11,6 +11,7 @@ How often the thread polls depends on what is at stake:
   posts and dies can be aborted by the transport when it polls again, so this interval must stay below 10 ms;
 * peers known (this side reads from them), and something was under way a moment ago: as often, for a second, since what
   was sent last (the notification of a read) may have to be pushed out;
+* polling has failed: every few milliseconds until it works, since nothing else can tell that it does;
 * none of these: not at all.  The thread sleeps until a command arrives.
 """
 
@@ -38,15 +39,12 @@ from kvxfer.xfer.api import (
     Span,
     Telemetry,
 )
+from kvxfer.xfer.watch import Watch
 
 _log = logging.getLogger(__name__)
 
 #: How long to poll after the last event where this side only reads, seconds.
 _LINGER: Final = 1.0
-#: Polling that fails for so long is a fault, and so is a call of the library that others wait for, seconds.  One that
-#: copies a large read takes a second or so.
-FAILING: Final = 3.0
-HANGING: Final = 60.0
 #: Commands taken between two polls, so that a burst of them does not starve the requests in flight.
 _BURST: Final = 32
 #: Requests of at least so many bytes wait until nothing else is to be done, and are then posted one at a time: posting
@@ -206,8 +204,7 @@ class Pump:
         self._kept: list[Job] = []  # failed, and freed only with the agent
         self._last_event = 0.0
         self._complained = 0.0
-        self._turn = 0.0
-        self._failing_since: float | None = None
+        self._watch = Watch()
         self._stopping = False
         self._ended: asyncio.Future[None] = self._loop.create_future()
         self._thread = threading.Thread(target=self._run, name=f"kvxfer-pump-{name}", daemon=True)
@@ -216,7 +213,7 @@ class Pump:
 
     def start(self) -> None:
         """Start the thread."""
-        self._turn = time.perf_counter()
+        self._watch.turn()
         self._thread.start()
 
     @property
@@ -224,12 +221,13 @@ class Pump:
         """Why it cannot be relied on; empty while it works."""
         if not self._thread.is_alive():
             return "the thread of the transfer library has ended"
-        now, since = time.perf_counter(), self._failing_since
-        if since is not None and now - since >= FAILING:
-            return f"polling the transfer library has failed for {now - since:.0f} s"
-        if not self._commands.empty() and now - self._turn >= HANGING:
-            return f"the transfer library has not come back for {now - self._turn:.0f} s"
-        return ""
+        return self._watch.fault(waiting=not self._commands.empty())
+
+    def _ask(self, command: Callable[[], None]) -> None:
+        """Have the thread run a command, as soon as it can."""
+        if self._commands.empty():
+            self._watch.asked()
+        self._commands.put(command)
 
     def call(
         self, function: Callable[[Driver], Any], *, unwanted: Callable[[Any], None] | None = None
@@ -260,27 +258,27 @@ class Pump:
                 error = self._as_ours(caught)
             self._outbox.append(lambda: settle(result, error))
 
-        self._commands.put(command)
+        self._ask(command)
         return future
 
     def post(self, job: Job) -> None:
         """Have the thread post a request and see it through."""
         if job.bytes < BULK_BYTES:
-            self._commands.put(lambda: self._post(job))
+            self._ask(lambda: self._post(job))
         else:
             self._bulk.append(job)
-            self._commands.put(_nothing)  # the thread may be asleep
+            self._ask(_nothing)  # the thread may be asleep
 
     def adjust(self, *, spinning: int = 0, connected: int = 0, peers: int = 0) -> None:
         """Change how many reasons there are to spin, to poll every few milliseconds, and to poll now and then."""
         self._spinning += spinning
         self._connected += connected
         self._peers += peers
-        self._commands.put(_nothing)  # the thread may be asleep
+        self._ask(_nothing)  # the thread may be asleep
 
     async def stop(self) -> None:
         """Destroy the agent and end the thread; everything in flight fails with SHUTTING_DOWN and is let go of."""
-        self._commands.put(self._stop)
+        self._ask(self._stop)
         await asyncio.shield(self._ended)
 
     def _deliver(self) -> None:
@@ -296,12 +294,13 @@ class Pump:
 
     def _run(self) -> None:
         while not self._stopping:
-            self._turn = time.perf_counter()
+            self._watch.turn()
             self._take(self._patience())
             if self._bulk:
                 self._post(self._bulk.popleft())
                 self._flush()
-            if self._posted or self._lingering or self._spinning > 0 or self._connected > 0 or self._peers > 0:
+            asked = self._spinning > 0 or self._connected > 0 or self._peers > 0
+            if asked or self._posted or self._lingering or self._watch.failing:
                 self._poll()
             if self._outbox:
                 self._flush()
@@ -333,7 +332,8 @@ class Pump:
         quiet = time.perf_counter() - self._last_event
         if not (self._posted or self._lingering or self._spinning > 0):
             lingering = self._peers > 0 and quiet < _LINGER
-            return self._settings.interval if self._connected > 0 or lingering else None
+            often = self._connected > 0 or lingering or self._watch.failing
+            return self._settings.interval if often else None
         if quiet < self._settings.spin:
             return 0.0
         if quiet < self._settings.spin + self._settings.yielding:
@@ -355,7 +355,8 @@ class Pump:
             except queue.Empty:
                 return
             patience = 0.0
-            self._last_event = self._turn = time.perf_counter()
+            self._last_event = time.perf_counter()
+            self._watch.turn()
             command()
             self._flush()  # before the next poll: somebody waits for this
 
@@ -369,10 +370,10 @@ class Pump:
             arrived = self._driver.notifications()
         except Exception as caught:  # noqa: BLE001  the thread must live on
             self.counters.poll_errors += 1
-            self._failing_since = self._failing_since or time.perf_counter()
+            self._watch.poll_failed()
             self._complain("polling for notifications failed", caught)
             return
-        self._failing_since = None
+        self._watch.poll_worked()
         for peer, payload in arrived:
             self._last_event = time.perf_counter()
             self.counters.notifications += 1

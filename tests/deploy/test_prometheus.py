@@ -14,8 +14,10 @@ from typing import Any
 import pytest
 
 from kvxfer.service import gauges
+from kvxfer.service.limits import NAMES
 from kvxfer.service.meters import Family, Kind
-from kvxfer.service.metrics import Metrics
+from kvxfer.service.metrics import READS_REFUSED, STALE, Metrics
+from kvxfer.service.transport import Transport
 from kvxfer.web import as_metric
 
 ROOT = Path(__file__).parents[2]
@@ -68,6 +70,13 @@ def test_promtool_has_nothing_to_say_about_the_metrics() -> None:
     promtool("check", "metrics", given=generate_latest(All()).decode())  # type: ignore[arg-type]
 
 
+def panels() -> Iterator[Any]:
+    """Every panel, also those in rows that are folded."""
+    for panel in DASHBOARD["panels"]:
+        yield panel
+        yield from panel.get("panels", ())
+
+
 def expressions() -> dict[str, str]:
     """Every query, by where it stands."""
     text = RULES.read_text()
@@ -77,7 +86,7 @@ def expressions() -> dict[str, str]:
         body = re.search(r"^ {8}expr: (?:\|\n(.*?)|([^\n]*))\n {8}\w", rule, re.M | re.S)
         assert body, name
         found[name] = body[1] or body[2]
-    for panel in DASHBOARD["panels"]:
+    for panel in panels():
         for i, target in enumerate(panel.get("targets", ())):
             found[f"{panel['title']} {i}"] = target["expr"]
     return found
@@ -116,11 +125,36 @@ def test_labels_have_values_that_occur(where: str) -> None:
         "outcome": {"done", "failed", "cancelled"},
         "phase": {"resolve", "make", "queue", "post", "move", "open", "total"},
         "code": {"INTERNAL"},
+        "limit": set(NAMES),
+        "transport": {"", *(t.value for t in Transport)},
+        "role": {"source", "reader"},
         "state": {"prepared", "posted", "draining", "released", "expired", "withdrawn"},
     }
-    for label, value in re.findall(r'(\w+)=~?"([^"]*)"', EXPRESSIONS[where]):
+    for label, value in re.findall(r'(\w+)\s*(?:=~|!=|!~|=)\s*"([^"]*)"', EXPRESSIONS[where]):
         if label in values:
             assert set(value.split("|")) <= values[label], (label, value)
+        else:
+            assert label in {"job", "instance", "engine"}, f"whether {label} can be {value!r} is not known here"
+
+
+def test_what_is_stale_is_the_same_everywhere() -> None:
+    stale = {reason.value for reason in STALE}
+    told = [set(v.split("|")) for e in EXPRESSIONS.values() for v in re.findall(r'reason=~"(LEASE_[^"]*)"', e)]
+    assert told == [stale] * 2
+    listed = re.search(r"stale \(([^)]*)\)", READS_REFUSED.help)
+    assert listed
+    assert set(listed[1].split(", ")) == stale
+    rows = OPERATIONS.partition("### KvxferStaleReadsRefused")[2].partition("\n### ")[0]
+    assert set(re.findall(r"^\| ([A-Z_]+) \|", rows, re.M)) == stale
+
+
+def test_the_port_of_the_examples_is_one() -> None:
+    named = ("README.md", "docs/operations.md", "docs/how-to/read-the-metrics.md", "deploy/prometheus/scrape.yaml")
+    for name in named:
+        text = (ROOT / name).read_text()
+        ports = re.findall(r"--http-port (\d+)|127\.0\.0\.1:(\d+)(?=[/\"])", text)
+        assert ports, name
+        assert {a or b for a, b in ports} == {"9100"}, name
 
 
 def test_every_alert_has_a_runbook() -> None:
@@ -134,10 +168,9 @@ def test_every_alert_has_a_runbook() -> None:
 
 
 def test_the_dashboard_is_whole() -> None:
-    panels = DASHBOARD["panels"]
-    assert len({p["id"] for p in panels}) == len(panels)
+    assert len({p["id"] for p in panels()}) == len(list(panels()))
     taken: set[tuple[int, int]] = set()
-    for panel in panels:
+    for panel in DASHBOARD["panels"]:
         place = panel["gridPos"]
         cells = {
             (x, y)

@@ -7,6 +7,7 @@ And the way that bytes really take, where both are on one host.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 
 from kvxfer.cli.inspect.look import look, target_of
 from kvxfer.core.errors import Reason
+from kvxfer.doctor import probe
 from tests.support.engines import publication
 from tests.support.errors import refused
 from tests.support.plain import PlainEngine
@@ -69,7 +71,8 @@ def sides() -> Iterator[tuple[Side, Side]]:
     with sidecars(["p", "d"], SETTINGS) as (p, d):
         made = Side("p", p), Side("d", d)
         made[0].engine.fill(1)
-        made[1].engine.read(made[0].engine, FEW)
+        for _ in range(2):  # what one look at a link has shown, another one must show, too
+            made[1].engine.read(made[0].engine, FEW)
         yield made
         for side in made:
             side.engine.close()
@@ -80,14 +83,8 @@ def test_an_expired_lease_a_refused_read_and_a_lost_peer(sides: tuple[Side, Side
     until(lambda: p.logged("lease ended", state="released"), what="the end of the good lease")
     assert (p.counts(), d.counts()) == ((0, 0, 0), (0, 0, 0))
 
-    # The kernel copies, and nobody is warned.
-    assert d.metrics().sum("kvxfer_peers", role="source", transport="cma") == 1
-    assert d.inspect()["status"]["peers"][0]["transport"] == "UCX: cma"
-    assert not d.logged("reads from a sidecar on this host come over TCP")
-
     # One lease expires.
     ticket = p.engine.ticket(FEW)
-    p.process.stub.PublishBlocks(publication("engine-p", ticket, 0.2), timeout=10)
     late = p.engine.ticket([2])
     again = publication("engine-p", late, 60.0)
     again.request_id, again.lease_token = "expires", bytes(range(16))
@@ -142,6 +139,17 @@ def test_an_expired_lease_a_refused_read_and_a_lost_peer(sides: tuple[Side, Side
         for secret in (ticket.lease_token, late.lease_token, bytes(range(16))):
             assert secret.hex() not in text
             assert repr(secret)[2:-1] not in text
+
+
+def test_where_the_kernel_copies_nobody_is_warned(sides: tuple[Side, Side]) -> None:
+    _, pair = probe.look(os.environ)
+    lanes = pair.paths[-1].lanes if pair.paths else ()
+    if not any(lane.startswith("cma/") for lane in lanes):
+        pytest.skip(f"UCX does not get CMA between two processes here, as kvxfer doctor says: {lanes or pair.failure}")
+    d = sides[1]
+    assert d.metrics().sum("kvxfer_peers", role="source", transport="cma") == 1
+    assert d.inspect()["status"]["peers"][0]["transport"] == "UCX: cma"
+    assert not d.logged("reads from a sidecar on this host come over TCP")
 
 
 def test_the_slow_way_on_one_host_is_told_once() -> None:

@@ -24,7 +24,7 @@ def test_a_bucket_holds_what_is_at_most_its_bound() -> None:
 
 
 def test_what_is_forgotten_begins_anew_and_the_rest_stays() -> None:
-    counter, histogram = Counter(COUNTER), Histogram(HISTOGRAM)
+    counter, histogram = Counter(COUNTER, 1), Histogram(HISTOGRAM, 1)
     for labels in (("1", "2"), ("1", "3"), ("2", "2")):
         counter.add(labels)
     counter.forget(("1",))
@@ -34,6 +34,39 @@ def test_what_is_forgotten_begins_anew_and_the_rest_stays() -> None:
     histogram.forget(("1",))
     histogram.observe(("1",), 3.0)
     assert histogram.family().values == {("2",): Distribution((1, 0, 0), 1.0), ("1",): Distribution((0, 0, 1), 3.0)}
+
+
+def test_forgetting_does_not_look_at_what_stays() -> None:
+    """Peers choose their names: with many series each new one would take long."""
+    looked = 0
+
+    class Name(str):
+        __slots__ = ()
+        __hash__ = str.__hash__
+
+        def __eq__(self, other: object) -> bool:
+            nonlocal looked
+            looked += 1
+            return str.__eq__(self, other)
+
+    counter, histogram = Counter(COUNTER, 1), Histogram(HISTOGRAM, 1)
+    for i in range(1_000):
+        counter.add((Name(i), "2"))
+        histogram.observe((Name(i),), 1.0)
+    looked = 0
+    counter.forget((Name(7),))
+    histogram.forget((Name(7),))
+    assert looked < 20
+    assert len(counter.family().values) == len(histogram.family().values) == 999
+
+
+def test_a_series_can_begin_at_nothing() -> None:
+    counter = Counter(COUNTER)
+    counter.add(("1", "2"), 0)
+    assert counter.family().values == {("1", "2"): 0}
+    counter.add(("1", "2"))
+    counter.add(("1", "2"), 0)
+    assert counter.family().values == {("1", "2"): 1}
 
 
 def test_a_family_is_a_copy() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,16 +13,24 @@ from google.protobuf.json_format import MessageToJson
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from kvxfer.core.errors import Reason
+from kvxfer.core.layout import Rank
+from kvxfer.pb import peer_pb2
 from kvxfer.pb import transfer_pb2 as pb
 from kvxfer.service import readers as service_readers
+from kvxfer.service import transport
+from kvxfer.service.limits import NAMES
+from kvxfer.service.link import MAX_LOOKS
+from kvxfer.service.metrics import LINK_BREAKERS, STALE
 from kvxfer.service.transport import Transport
-from kvxfer.xfer import pump
+from kvxfer.wire.layouts import rank_to_pb
+from kvxfer.wire.tickets import Ticket
+from kvxfer.xfer import watch as xfer_watch
 from tests.support.errors import refusal
 from tests.support.loopback import Cluster, Node, Reading, soon
 from tests.support.scrape import Scraped, get, scrape
 
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
-NAMES = ("kvxfer.v1.KvTransfer", "kvxfer.v1.KvPeer")
+SERVICES = ("kvxfer.v1.KvTransfer", "kvxfer.v1.KvPeer")
 
 
 @pytest.fixture
@@ -77,6 +86,27 @@ async def test_a_good_read(reading: Reading, logged: list[Any]) -> None:
     assert ended["peer_incarnations"] == [reading.p.members[0].registered.incarnation]
 
 
+async def test_what_should_never_happen_begins_at_nothing(reading: Reading) -> None:
+    """Prometheus does not see an event with which a series begins."""
+    await reading.d.handshake(reading.ticket())
+    p, d = [await told(e.nodes[0]) for e in (reading.p, reading.d)]
+    to_p, to_d = [{"engine": f"engine-{a}", "remote_engine": f"engine-{b}"} for a, b in ("dp", "pd")]
+    rank = {**to_d, "remote_rank": "tp0"}
+    assert all(p.of("kvxfer_reads_refused_total", **rank, reason=reason.value) for reason in STALE)
+    assert p.of("kvxfer_readers_lost_total", **to_d)
+    assert all(d.of("kvxfer_links_lost_total", **to_p, reason=reason.value) for reason in LINK_BREAKERS)
+    assert d.of("kvxfer_slow_links_total", **to_p)
+    for node, engine in ((p, "engine-p"), (d, "engine-d")):
+        for state in ("released", "expired", "withdrawn"):
+            assert node.of("kvxfer_leases_ended_total", engine=engine, state=state)
+        assert node.of("kvxfer_engines_lost_total", engine=engine)
+        assert {dict(labels)["limit"] for labels in node.of("kvxfer_limit_refusals_total")} == NAMES
+        internal = {dict(labels)["method"] for labels in node.of("kvxfer_grpc_calls_total", code="INTERNAL")}
+        assert {"ReadBlocks", "RegisterCache", "OpenRead", "Exchange"} <= internal
+        for name in ("reads_refused", "readers_lost", "links_lost", "leases_ended", "limit_refusals"):
+            assert not node.moved(f"kvxfer_{name}_total"), name
+
+
 async def test_a_stale_read_an_expired_lease_and_a_lost_peer_are_three_things(
     reading: Reading, logged: list[Any]
 ) -> None:
@@ -94,7 +124,7 @@ async def test_a_stale_read_an_expired_lease_and_a_lost_peer_are_three_things(
     await soon(lambda: logged_as(logged, "transfer ended")[-1]["transfer"] == "late")
     found = await told(node_p)
     labels = {"engine": "engine-p", "remote_engine": "engine-d", "remote_rank": "tp0", "reason": "LEASE_EXPIRED"}
-    assert found.of("kvxfer_reads_refused_total") == {tuple(sorted(labels.items())): 1}
+    assert found.moved("kvxfer_reads_refused_total") == {tuple(sorted(labels.items())): 1}
     assert found.sum("kvxfer_leases_ended_total", state="expired") == 1
     (refused,) = logged_as(logged, "read refused")
     assert refused["log_level"] == "warning"
@@ -113,7 +143,7 @@ async def test_a_stale_read_an_expired_lease_and_a_lost_peer_are_three_things(
     assert (lost["engine"], lost["peer"], lost["peer_rank"]) == ("engine-d", "engine-p", "tp0")
     assert lost["peer_incarnation"] == reading.p.members[0].registered.incarnation
     found = await told(node_d)
-    assert found.of("kvxfer_links_lost_total") == {
+    assert found.moved("kvxfer_links_lost_total") == {
         (("engine", "engine-d"), ("reason", "PEER_LOST"), ("remote_engine", "engine-p")): 1
     }
     status = await status_of(node_d)
@@ -154,7 +184,7 @@ async def test_limits_tell_how_often_they_refused(cluster: Cluster) -> None:
     assert (await refusal(other.register())).reason is Reason.LIMIT_EXCEEDED
     assert (await refusal(reading.stub.ReadBlocks(reading.request()))).reason is Reason.TOO_MANY_DESCRIPTORS
     found = await told(node)
-    assert {dict(k)["limit"]: n for k, n in found.of("kvxfer_limit_refusals_total").items()} == {
+    assert {dict(k)["limit"]: n for k, n in found.moved("kvxfer_limit_refusals_total").items()} == {
         "max_registrations": 1,
         "max_descriptors": 1,
     }
@@ -176,6 +206,115 @@ async def test_what_a_peer_has_refused_is_counted_there(reading: Reading, monkey
     assert d.sum("kvxfer_limit_refusals_total") == 0
 
 
+async def test_an_idle_link_is_no_limit(reading: Reading) -> None:
+    """It makes room for another: a full table of them is no reason to call somebody."""
+    await reading.good()
+    node = reading.d.nodes[0]
+    assert len(node.sidecar.registrations.get("engine-d").links) == 1
+
+    async def used() -> float:
+        return (await told(node)).sum("kvxfer_limit_used", limit="max_peers")
+
+    await soon(lambda: all(link.idle for link in node.sidecar.registrations.get("engine-d").links))
+    assert await used() == 0
+    reading.fabric.hold()
+    waiting = asyncio.ensure_future(reading.stub.ReadBlocks(reading.request("t1")))
+    await soon(lambda: not any(link.idle for link in node.sidecar.registrations.get("engine-d").links))
+    assert await used() == 1
+    reading.fabric.let_go()
+    await waiting
+
+
+def of_read(reading: Reading, ticket: Ticket, **changes: Any) -> dict[str, Any]:
+    """The fields of a peer's message about a read that was never opened."""
+    reader = peer_pb2.Reader(engine_id="engine-d", rank=rank_to_pb(Rank()), incarnation="abc")
+    known = {
+        "engine_id": "engine-p",
+        "rank": rank_to_pb(Rank()),
+        "incarnation": reading.p.members[0].registered.incarnation,
+        "request_id": ticket.request_id,
+        "lease_token": ticket.lease_token,
+        "reader": reader,
+        "readers": 1,
+        "transfer_id": "t9",
+    }
+    return {**known, **changes}
+
+
+async def test_every_read_that_is_refused_is_counted(reading: Reading, logged: list[Any]) -> None:
+    """Also where another incarnation is meant, where it is a renewal, and where the registration is ending."""
+    node = reading.p.nodes[0]
+    ticket = reading.ticket()
+
+    async def counted(call: Callable[[], Any], reason: Reason) -> None:
+        before, refused = await told(node), len(logged_as(logged, "read refused"))
+        counts = (await status_of(node)).counts
+        assert (await refusal(call())).reason is reason
+        after = await told(node)
+        for found, n in ((before, 0), (after, 1)):
+            of_reason = found.sum("kvxfer_reads_refused_total", engine="engine-p", reason=reason.value)
+            assert of_reason - before.sum("kvxfer_reads_refused_total", reason=reason.value) == n
+        now = (await status_of(node)).counts
+        assert now.reads_refused == counts.reads_refused + 1
+        assert now.stale_reads_refused == counts.stale_reads_refused + (reason in STALE)
+        assert len(logged_as(logged, "read refused")) == refused + 1
+
+    renew, opening = node.peer_stub.RenewRead, node.peer_stub.OpenRead
+    await counted(lambda: renew(peer_pb2.RenewReadRequest(**of_read(reading, ticket))), Reason.LEASE_EXPIRED)
+    gone = of_read(reading, ticket, incarnation="gone")
+    await counted(lambda: opening(peer_pb2.OpenReadRequest(**gone, num_tokens=1)), Reason.STALE_INCARNATION)
+    await counted(lambda: renew(peer_pb2.RenewReadRequest(**gone)), Reason.STALE_INCARNATION)
+    node.sidecar.registrations.get("engine-p").closing = True
+    late = peer_pb2.OpenReadRequest(**of_read(reading, ticket), num_tokens=1)
+    await counted(lambda: opening(late), Reason.NOT_REGISTERED)
+    nobody = of_read(reading, ticket, engine_id="nobody")
+    before = await told(node)
+    assert (await refusal(renew(peer_pb2.RenewReadRequest(**nobody)))).reason is Reason.NOT_REGISTERED
+    assert (await told(node)).of("kvxfer_reads_refused_total") == before.of("kvxfer_reads_refused_total")
+
+
+async def test_a_refused_call_is_logged_with_what_it_was_about(reading: Reading, logged: list[Any]) -> None:
+    request = reading.request("t1")
+    request.spec.ticket.lease_token = bytes(16)
+    await refusal(reading.stub.ReadBlocks(request))
+    found = {entry["method"].rpartition("/")[2]: entry for entry in logged_as(logged, "call refused")}
+    asked = request.spec.ticket.request_id
+    here = {"engine": "engine-d", "peer": "engine-p", "request": asked, "transfer": "t1"}
+    assert here.items() <= found["ReadBlocks"].items()
+    there = {
+        "engine": "engine-p",
+        "incarnation": reading.p.members[0].registered.incarnation,
+        "peer": "engine-d",
+        "peer_incarnation": reading.d.members[0].registered.incarnation,
+        "request": asked,
+    }
+    assert there.items() <= found["OpenRead"].items()
+    assert found["OpenRead"]["transfer"].startswith("t1")
+    await refusal(reading.stub.GetTransfer(pb.GetTransferRequest(engine_id="e" * 10_000, transfer_id="t" * 10_000)))
+    long = next(e for e in logged_as(logged, "call refused") if e["method"].endswith("GetTransfer"))
+    assert len(long["engine"]) <= 128
+    assert len(long.get("transfer", "")) <= 128
+
+
+async def test_only_some_reads_are_looked_at(reading: Reading, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes time, also where they fail or show nothing."""
+    monkeypatch.setattr(transport, "LEAST_BYTES", 0)
+    looked = 0
+
+    def look() -> int:
+        nonlocal looked
+        looked += 1
+        return 0
+
+    monkeypatch.setattr(transport, "received_over_tcp", look)
+    await reading.d.handshake(reading.ticket())
+    for i in range(MAX_LOOKS + 3):
+        request = reading.request(f"t{i}")
+        request.spec.ticket.lease_token = bytes(16)
+        assert (await refusal(reading.stub.ReadBlocks(request))).reason is Reason.LEASE_TOKEN_MISMATCH
+    assert looked == MAX_LOOKS
+
+
 async def test_secrets_are_told_nowhere(reading: Reading, logged: list[Any]) -> None:
     ticket = reading.ticket()
     await reading.stub.ReadBlocks(reading.d.request(ticket, reading.d_lists))
@@ -195,9 +334,12 @@ async def test_the_slow_way_is_told_once(reading: Reading, logged: list[Any]) ->
     await reading.good()
     (link,) = reading.d.nodes[0].sidecar.registrations.get("engine-d").links
     assert link.on_one_host
-    link.found(Transport.UNKNOWN)
+    for way in (Transport.UNKNOWN, Transport.TCP, Transport.CMA, Transport.TCP, Transport.UNKNOWN, Transport.TCP):
+        link.found(way)
+    assert link.transport is Transport.UNKNOWN  # other traffic may have looked so: no two agree
+    assert link.to_be_seen
     link.found(Transport.TCP)
-    link.found(Transport.CMA)
+    assert not link.to_be_seen
     link.found(Transport.TCP)
     (warned,) = [e for e in logged if "over TCP" in e["event"]]
     assert (warned["log_level"], warned["peer"], warned["peer_ranks"]) == ("warning", "engine-p", ["tp0"])
@@ -213,9 +355,13 @@ async def test_the_direct_way_and_other_hosts_are_no_matter_for_a_warning(readin
     await reading.good()
     (link,) = reading.d.nodes[0].sidecar.registrations.get("engine-d").links
     link.found(Transport.CMA)
-    link.transport = Transport.UNKNOWN
+    link.found(Transport.CMA)
+    assert link.transport is Transport.CMA
     reading.d.nodes[0].sidecar.registrations.get("engine-d").links.host = "elsewhere"  # type: ignore[misc]
     link.found(Transport.TCP)
+    assert link.transport is Transport.CMA
+    link.found(Transport.TCP)
+    assert link.transport is Transport.TCP
     assert not [e for e in logged if "over TCP" in e["event"]]
 
 
@@ -238,7 +384,7 @@ async def ready(node: Node, *, why: str = "") -> None:
     async def agreed() -> bool:
         answer = await asyncio.to_thread(get, node.sidecar.http_port, "/readyz")
         http = why in answer.body and answer.status == 503 if why else answer.status == 200
-        return http and [await health(node, name) for name in NAMES] == [expected] * 2
+        return http and [await health(node, name) for name in SERVICES] == [expected] * 2
 
     deadline = time.monotonic() + 5
     while not await agreed():
@@ -281,7 +427,7 @@ async def test_not_ready_while_it_drains(reading: Reading) -> None:
 async def test_not_ready_while_nixl_does_not_work(reading: Reading, monkeypatch: pytest.MonkeyPatch) -> None:
     await reading.good()
     node = reading.p.nodes[0]
-    monkeypatch.setattr(pump, "FAILING", 0.05)
+    monkeypatch.setattr(xfer_watch, "FAILING", 0.05)
     broken = True
     driver = node.engines[0].driver
     really = driver.notifications
@@ -302,7 +448,7 @@ async def test_not_ready_while_nixl_does_not_work(reading: Reading, monkeypatch:
 async def test_health_can_be_watched(cluster: Cluster) -> None:
     node = await cluster.node()
     watches = {}
-    for name in (*NAMES, ""):
+    for name in (*SERVICES, ""):
         for listener in (node.channel, node.peer_channel):
             stub: Any = health_pb2_grpc.HealthStub(listener)
             watches[name, listener] = stub.Watch(health_pb2.HealthCheckRequest(service=name))

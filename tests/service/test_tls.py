@@ -178,6 +178,9 @@ async def test_no_rpc_with_a_certificate_that_is_not_allowed(
         assert not any(pattern in str(error) for pattern in ALLOWED)
         count += 1
     assert count == len(METHODS) + 4
+    calls = reading.p.nodes[0].sidecar.metrics.calls.family().values
+    refused = {labels[1]: n for labels, n in calls.items() if labels[2] == "PERMISSION_DENIED"}
+    assert refused == {**dict.fromkeys(METHODS, 1), "Exchange": 2}
 
 
 async def test_a_reader_that_is_not_allowed_hears_why(cluster: Cluster, reading: Reading, ca: Authority) -> None:

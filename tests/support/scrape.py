@@ -43,6 +43,10 @@ class Scraped:
             if s.name == name and labels.items() <= s.labels.items()
         }
 
+    def moved(self, name: str, **labels: str) -> dict[tuple[tuple[str, str], ...], float]:
+        """Of these the ones that are not 0."""
+        return {key: value for key, value in self.of(name, **labels).items() if value}
+
     def sum(self, name: str, **labels: str) -> float:
         """Of all that have these labels."""
         return sum(self.of(name, **labels).values())
