@@ -199,6 +199,17 @@ class _Handler(BaseHTTPRequestHandler):
         log.debug("http", client=self.client_address[0], what=format % args)
 
 
+def places(host: str, port: int) -> list[tuple[socket.AddressFamily, Any]]:
+    """Where a listener at ``host`` may bind: families and addresses, IPv4 first, which is what most of the world asks.
+
+    :param host: a name, or an address, in brackets or not; empty: every address.
+    :raises OSError: where it cannot be resolved.
+    """
+    name = host.strip("[]") or None
+    found = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    return sorted(((family, address) for family, _, _, _, address in found), key=lambda f: f[0] != socket.AF_INET)
+
+
 class WebServer(ThreadingHTTPServer):
     """The listener; see the module's docstring.
 
@@ -213,9 +224,10 @@ class WebServer(ThreadingHTTPServer):
         self.monitor: Final = monitor
         self._slots = threading.Semaphore(MOST_AT_ONCE)
         self._deadlines: dict[Any, float] = {}
-        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
-            super().__init__((host.strip("[]"), port), _Handler)
+            # Of a name that has several addresses the first is taken.
+            self.address_family, address = places(host, port)[0]
+            super().__init__(address, _Handler)
         except OSError as error:
             where = f"{host}:{port}"
             raise KvxferError(

@@ -212,6 +212,46 @@ def test_a_port_that_is_taken(scene: Scene) -> None:
     assert str(scene.port) in caught.value.message
 
 
+@pytest.mark.parametrize("host", ["localhost", "127.0.0.1", ""])
+def test_names_are_resolved(scene: Scene, host: str) -> None:
+    server = WebServer(host, 0, scene.monitor)
+    server.start()
+    try:
+        assert scrape(server.port).sum("kvxfer_x_total") == 2
+    finally:
+        server.stop()
+
+
+def test_places_are_ipv4_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    six, four = ("::1", 9100, 0, 0), ("127.0.0.1", 9100)
+    kind = (socket.SOCK_STREAM, 6, "")
+    both = [(socket.AF_INET6, *kind, six), (socket.AF_INET, *kind, four)]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: both)
+    assert web.places("name", 9100) == [(socket.AF_INET, four), (socket.AF_INET6, six)]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: both[:1])
+    assert web.places("name", 9100) == [(socket.AF_INET6, six)]
+    seen: list[object] = []
+    monkeypatch.setattr(socket, "getaddrinfo", lambda host, *_, **__: seen.append(host) or both)
+    web.places("[::1]", 9100)
+    assert seen == ["::1"]
+
+
+def test_a_name_of_ipv6_alone_is_bound(monkeypatch: pytest.MonkeyPatch, scene: Scene) -> None:
+    bound: list[object] = []
+    place = (socket.AF_INET6, socket.SOCK_STREAM, 6, "", ("::1", 9100, 0, 0))
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [place])
+    monkeypatch.setattr(WebServer, "server_bind", lambda self: bound.append((self.address_family, self.server_address)))
+    monkeypatch.setattr(WebServer, "server_activate", lambda self: None)
+    WebServer("six", 9100, scene.monitor).server_close()
+    assert bound == [(socket.AF_INET6, ("::1", 9100, 0, 0))]
+
+
+def test_a_name_that_nobody_knows(scene: Scene) -> None:
+    with pytest.raises(KvxferError, match=r"nowhere\.invalid:9100") as caught:
+        WebServer("nowhere.invalid", 9100, scene.monitor)
+    assert caught.value.field == "http_port"
+
+
 def test_a_closed_loop_is_not_alive() -> None:
     loop = asyncio.new_event_loop()
     loop.close()

@@ -12,9 +12,12 @@ from pathlib import Path
 from typing import Final
 
 from kvxfer.doctor.findings import Finding, error, ok, warning
+from kvxfer.web import places
 
 CHECK: Final = "ports"
 _LISTEN: Final = "0A"
+#: The listener that takes the first address of a name; gRPC takes them all.
+_HTTP: Final = "http_port"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +51,11 @@ class UnixSocket:
 def look_at_port(setting: str, host: str, port: int) -> Port:
     """Try to bind it, and let go of it at once.  Port 0 takes any."""
     try:
-        places = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        found = places(host, port)
     except OSError as problem:
         return Port(setting, host, port, f"cannot be resolved: {problem.strerror or problem}")
-    for family, kind, protocol, _, address in places:
-        with socket.socket(family, kind, protocol) as tried:
+    for family, address in found[:1] if setting == _HTTP else found:
+        with socket.socket(family, socket.SOCK_STREAM) as tried:
             tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as gRPC does
             try:
                 tried.bind(address)

@@ -29,10 +29,11 @@ from kvxfer.service.describe import (
     registration_to_pb,
     transfer_to_pb,
 )
+from kvxfer.service.lifetimes import unregistered
 from kvxfer.service.limits import limits
 from kvxfer.service.links import PROTOCOL_VERSIONS
 from kvxfer.service.reading import looked_at
-from kvxfer.service.registrations import Registration, Registrations, stale, unregistered
+from kvxfer.service.registrations import Registration, Registrations, stale
 from kvxfer.service.settings import ServiceSettings
 from kvxfer.service.transfer import Transfer
 from kvxfer.service.transfers import new_transfer_id

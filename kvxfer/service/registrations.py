@@ -12,8 +12,7 @@ import contextlib
 import itertools
 import secrets
 import time
-from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Final
 
@@ -23,10 +22,12 @@ from kvxfer.core.errors import KvxferError, Reason
 from kvxfer.core.holds import Hold
 from kvxfer.core.layout import CacheLayout
 from kvxfer.memory.api import MappedRegion, MemoryPolicy, open_region, take_region
-from kvxfer.memory.handles import Handle, Mappable, Owned
+from kvxfer.memory.handles import Mappable, Owned
 from kvxfer.memory.mapping import MemoryIdentity
 from kvxfer.service.events import Events
+from kvxfer.service.handed import check_apart, check_handles
 from kvxfer.service.leases import Leases
+from kvxfer.service.lifetimes import Lifetimes, unregistered
 from kvxfer.service.link import PeerConnector
 from kvxfer.service.links import Links
 from kvxfer.service.metrics import Metrics
@@ -180,10 +181,8 @@ class Registrations:
         self.metrics: Final = metrics or Metrics()
         self._probe = Probe()
         self._by_engine: dict[str, Registration] = {}
-        self._locks: dict[str, asyncio.Lock] = {}
-        self._users: Counter[str] = Counter()
+        self._lifetimes = Lifetimes(settings, self._by_engine, lambda: self.on_change())
         self._opening = 0
-        self._ending: set[asyncio.Task[None]] = set()
         self._closed = False
         #: Called whenever a registration comes, takes no more work, or goes.
         self.on_change: Callable[[], None] = lambda: None
@@ -236,16 +235,16 @@ class Registrations:
             MEMORY_*, REGION_TOO_SMALL; LIMIT_EXCEEDED; SHUTTING_DOWN.  Nothing is left behind by a failure, and a
             registration that was to be replaced is still there.
         """
-        _check_handles(record.layout, record.memory)
+        check_handles(record.layout, record.memory)
         engine_id, content = record.engine_id, replace(record, replace=False, held=False)
-        async with self._alone(engine_id):
+        async with self._lifetimes.alone(engine_id):
             self._check_open()
             existing = self._by_engine.get(engine_id)
             if existing is not None:
                 same = existing.identity == content and existing.takes_work
                 if same and await asyncio.to_thread(self._is_still, existing) and existing.takes_work:
                     if record.held:
-                        self._expect(existing)
+                        self._lifetimes.expect(existing)
                     return existing
                 if not record.replace:
                     state = "another cache registered"
@@ -280,7 +279,7 @@ class Registrations:
                 # Nothing is read into the new registration while the old one may still be written: its blocks are the
                 # same memory.  Posted reads that have not drained in time end with their agents; reads that were
                 # granted to others are waited for as long as they were granted, or their bytes would count.
-                await self._drain(existing, self._settings.drain_timeout, self._settings.read_grant)
+                await self._lifetimes.drain(existing, self._settings.drain_timeout, self._settings.read_grant)
                 heirs = fresh.identities
                 await existing.close(
                     stale(engine_id, fresh.incarnation, existing.incarnation),
@@ -295,7 +294,7 @@ class Registrations:
             self._by_engine[engine_id] = fresh
             self.on_change()
             if record.held:
-                self._expect(fresh)
+                self._lifetimes.expect(fresh)
             return fresh
 
     def _check_open(self) -> None:
@@ -316,44 +315,6 @@ class Registrations:
                 return False
         return True
 
-    def _check_apart(self, regions: Sequence[MappedRegion], replaced: Registration | None) -> None:
-        """No byte is handed over twice, neither in one registration nor in two.
-
-        :raises KvxferError: MEMORY_HANDLE_INVALID.
-        """
-        others = [r for r in self if r is not replaced]
-        for i, region in enumerate(regions):
-            for j, former in enumerate(regions[:i]):
-                if region.identity.meets(former.identity):
-                    raise KvxferError(
-                        Reason.MEMORY_HANDLE_INVALID,
-                        f"memory handles {j} and {i} name the same memory; a region is handed over once, and views of "
-                        "several groups may lie over it",
-                        field=f"memory[{i}]",
-                        other=j,
-                    )
-            for other in others:
-                if any(region.identity.meets(theirs) for theirs in other.identities):
-                    raise KvxferError(
-                        Reason.MEMORY_HANDLE_INVALID,
-                        f"memory handle {i} names memory that engine {other.identity.engine_id} has registered",
-                        field=f"memory[{i}]",
-                        engine_id=other.identity.engine_id,
-                    )
-
-    @contextlib.asynccontextmanager
-    async def _alone(self, engine_id: str) -> AsyncIterator[None]:
-        """One caller at a time for each engine; what that takes is gone with the last of them."""
-        lock = self._locks.setdefault(engine_id, asyncio.Lock())
-        self._users[engine_id] += 1
-        try:
-            async with lock:
-                yield
-        finally:
-            self._users[engine_id] -= 1
-            if not self._users[engine_id]:
-                del self._users[engine_id], self._locks[engine_id]
-
     async def _open(self, record: RegisterCache, *, replaced: Registration | None) -> Registration:
         regions: list[MappedRegion] = []
         found: set[MappedRegion] = set()  # these were there before, and stay if this fails
@@ -368,7 +329,7 @@ class Registrations:
                     raise KvxferError(error.reason, error.message, field=path, **dict(error.metadata)) from error
                 if not isinstance(handle, Owned):
                     found.add(regions[-1])
-            self._check_apart(regions, replaced)
+            check_apart(regions, [r for r in self if r is not replaced])
             events = Events(self.metrics, record.engine_id, incarnation)
             readers, leases = Readers(events.reader_lost), Leases(record.layout, self._settings, events)
 
@@ -424,12 +385,12 @@ class Registrations:
         :raises KvxferError: NOT_REGISTERED, STALE_INCARNATION; REGISTRATION_BUSY where it has not drained in time: it
             then takes no new work, and the call may be made again.
         """
-        async with self._alone(engine_id):
+        async with self._lifetimes.alone(engine_id):
             registration = self.get(engine_id, closing=True)
             if incarnation and registration.incarnation != incarnation:
                 raise stale(engine_id, registration.incarnation, incarnation)
             seconds = self._settings.drain_timeout if drain is None else drain
-            if not await self._drain(registration, seconds):
+            if not await self._lifetimes.drain(registration, seconds):
                 raise KvxferError(
                     Reason.REGISTRATION_BUSY,
                     f"engine {engine_id} has not drained within {seconds:g} s; it takes no new work",
@@ -437,17 +398,7 @@ class Registrations:
                     engine_id=engine_id,
                     reads_open=registration.leases.open_reads,
                 )
-            await self._undo(registration, unregistered(engine_id))
-
-    async def _drain(self, registration: Registration, seconds: float, granted: float = 0.0) -> bool:
-        registration.closing = True
-        self.on_change()
-        return await registration.drain(seconds, granted)
-
-    async def _undo(self, registration: Registration, why: KvxferError) -> None:
-        await registration.close(why)
-        del self._by_engine[registration.identity.engine_id]
-        self.on_change()
+            await self._lifetimes.undo(registration, unregistered(engine_id))
 
     # -- engines that die ------------------------------------------------------------------------------------------
 
@@ -474,7 +425,7 @@ class Registrations:
             yield registration
         finally:
             registration.hold.end(time.monotonic(), keep_leases=keep_leases)
-            self._watch(registration)
+            self._lifetimes.watch(registration)
 
     async def ending(self, engine_id: str, incarnation: str) -> None:
         """Where this very registration is ending, wait until it has: only then is its memory nobody's any more.
@@ -485,47 +436,8 @@ class Registrations:
         if found is not None and found.incarnation == incarnation and not found.takes_work:
             raise await asyncio.shield(found.ended)
 
-    def _expect(self, registration: Registration) -> None:
-        registration.hold.expect(time.monotonic())
-        self._watch(registration)
-
-    def _watch(self, registration: Registration) -> None:
-        """See after the grace whether its engine has come back."""
-        registration.watchdog.cancel()
-        left = registration.hold.left(time.monotonic())
-        if left is not None and self._by_engine.get(registration.identity.engine_id) is registration:
-            registration.watchdog = asyncio.get_running_loop().call_later(left, self._look_after, registration)
-
-    def _look_after(self, registration: Registration) -> None:
-        if not registration.hold.tick(time.monotonic()):
-            self._watch(registration)  # it is held again, or the timer was early
-            return
-        task = asyncio.ensure_future(self._bury(registration))
-        self._ending.add(task)
-        task.add_done_callback(self._buried)
-
-    def _buried(self, task: asyncio.Task[None]) -> None:
-        self._ending.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            log.error("the registration of a dead engine was not undone", exc_info=error)
-
-    async def _bury(self, registration: Registration) -> None:
-        """Its engine is gone: undo the registration, whether or not it drains in time."""
-        engine_id, keep = registration.identity.engine_id, registration.hold.keep_leases
-        registration.events.engine_lost(len(registration.leases))
-        self.on_change()
-        if keep and not registration.closing:
-            await registration.transfers.drain(self._settings.drain_timeout)
-            await registration.leases.over()
-        async with self._alone(engine_id):
-            if self._by_engine.get(engine_id) is not registration:
-                return
-            # As where it is replaced: what is granted is waited for, and everything else ends with its agent.
-            await self._drain(registration, self._settings.drain_timeout, self._settings.read_grant)
-            await self._undo(registration, unregistered(engine_id))
-
     async def _close(self, engine_id: str) -> None:
-        async with self._alone(engine_id):
+        async with self._lifetimes.alone(engine_id):
             registration = self._by_engine.get(engine_id)
             if registration is None:
                 return
@@ -544,8 +456,7 @@ class Registrations:
         for end in ends:
             if isinstance(end, BaseException):
                 log.error("a registration did not end well", exc_info=end)
-        for task in tuple(self._ending):  # they wait for leases that have been withdrawn
-            await asyncio.wait([task])
+        await self._lifetimes.buried()
         self.on_change()
 
 
@@ -558,34 +469,3 @@ def stale(engine_id: str, registered: str, given: str) -> KvxferError:
         registered=registered,
         given=given,
     )
-
-
-def unregistered(engine_id: str) -> KvxferError:
-    """That a registration is no more."""
-    return KvxferError(
-        Reason.NOT_REGISTERED,
-        f"the registration of engine {engine_id} has ended",
-        field="engine_id",
-        engine_id=engine_id,
-    )
-
-
-def _check_handles(layout: CacheLayout, handles: Sequence[Handle]) -> None:
-    """One handle for each region, of its size."""
-    if len(handles) != len(layout.regions):
-        raise KvxferError(
-            Reason.FIELD_INVALID,
-            f"the layout has {len(layout.regions)} regions and {len(handles)} memory handles are given",
-            field="memory",
-            regions=len(layout.regions),
-            handles=len(handles),
-        )
-    for i, (handle, region) in enumerate(zip(handles, layout.regions, strict=True)):
-        if handle.size < region.size:
-            raise KvxferError(
-                Reason.REGION_TOO_SMALL,
-                f"region {i} is {region.size} bytes and its memory handle {handle.size}",
-                field=f"memory[{i}].size",
-                region=region.size,
-                handle=handle.size,
-            )

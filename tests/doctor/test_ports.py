@@ -56,6 +56,13 @@ def test_ports_tried() -> None:
     assert "cannot be resolved" in ports.look_at_port("peer_port", "nowhere.invalid", port).problem
 
 
+def test_of_a_name_the_http_listener_takes_the_first_place_and_grpc_takes_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    there = [(socket.AF_INET, (host, 0)) for host in ("127.0.0.1", "192.0.2.250")]
+    monkeypatch.setattr(ports, "places", lambda host, port: there)
+    assert ports.look_at_port("http_port", "name", 0).problem == ""
+    assert ports.look_at_port("peer_port", "name", 0).problem == "EADDRNOTAVAIL"
+
+
 def test_sockets_tried(tmp_path: Path) -> None:
     path = tmp_path / "engine.sock"
     assert ports.look_at_socket(path).state == "free"

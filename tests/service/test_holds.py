@@ -212,7 +212,7 @@ async def test_who_dies_before_it_can_hold_leaves_nothing(cluster: Cluster) -> N
     # The engine itself has it mapped, once; nobody else has any more.
     engine.members[0].regions.close()
     await soon(lambda: not mapped(cluster.directory, name))
-    assert not node.sidecar.registrations._locks
+    assert not node.sidecar.registrations._lifetimes._locks
 
 
 async def test_registering_again_is_a_sign_of_life(cluster: Cluster) -> None:
@@ -408,7 +408,7 @@ async def test_an_orphan_may_be_replaced_or_unregistered(surviving: Reading) -> 
     await orphan(surviving)
     await node.stub.UnregisterCache(pb.UnregisterCacheRequest(engine_id="engine-o"))
     assert not files(node)
-    await soon(lambda: not node.sidecar.registrations._ending)
+    await soon(lambda: not node.sidecar.registrations._lifetimes._ending)
 
 
 async def test_a_sidecar_stops_with_an_orphan(surviving: Reading) -> None:

@@ -211,7 +211,7 @@ async def test_a_refused_registration_leaves_nothing(cluster: Cluster) -> None:
         await refusal(node.stub.RegisterCache(request))
         await refusal(node.stub.UnregisterCache(unregister(f"engine-{i}")))
     registrations = node.sidecar.registrations
-    assert not registrations._locks
+    assert not registrations._lifetimes._locks
     assert not node.engines
 
 
