@@ -13,6 +13,7 @@ from rich.progress import Progress as Bar
 from rich.table import Table
 
 from kvxfer.cli.demo.result import GroupResult, Page, Result
+from kvxfer.cli.fitting import put
 from kvxfer.cli.tables import READ_PHASES, console, new_table, say
 from kvxfer.sizes import mib
 
@@ -28,6 +29,8 @@ _PHASES: Final = {
     "read": "ReadBlocks on all ranks at once",
     "verify": "comparing every byte",
 }
+#: Columns that a narrow terminal does without.
+_SPARE: Final = ("rows", "merged", "NIXL says", "GB/s")
 
 
 class Reporter:
@@ -87,7 +90,7 @@ def show(result: Result, notes: Sequence[str]) -> None:
             say(out, note, "yellow")
     for table in (_groups(out, result.groups), _ranks(out, result), _phases(out, result)):
         out.print()
-        out.print(table)
+        put(out, table, _SPARE)
     out.print()
     moved = result.bytes
     pages = sum(r.pages for r in result.ranks)
