@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Sequence
 from types import TracebackType
@@ -109,9 +110,10 @@ def show_by_hand(result: Result) -> None:
     import json
 
     out = sys.stdout
-    out.write("\nEverything is left running.  Sockets:\n")
+    out.write("\nEverything is left running.  Sockets, and their directory:\n")
     for name, path in result.by_hand["sockets"].items():
         out.write(f"  {name}  {path}\n")
+    out.write(f"  DIR={shlex.quote(result.by_hand['directory'])}\n")
     out.write(f"\nA ticket of P's blocks:\n{json.dumps(result.by_hand['ticket'])}\n\nTry:\n")
     for command in result.by_hand["commands"]:
         out.write(f"  {command}\n")
