@@ -83,7 +83,8 @@ def test_bad_usage(arguments: tuple[str, ...], says: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "text, found", [("65536", 65536), ("64KiB", 65536), ("64 kib", 65536), ("1GiB", 2**30), ("2MB", 2_000_000), ("64M", 64 * 2**20)]
+    "text, found",
+    [("65536", 65536), ("64KiB", 65536), ("64 kib", 65536), ("1GiB", 2**30), ("2MB", 2_000_000), ("64M", 64 * 2**20)],
 )
 def test_sizes(text: str, found: int) -> None:
     assert size(text, "size") == found
