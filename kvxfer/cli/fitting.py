@@ -24,8 +24,12 @@ def put(out: Console, table: Table, spare: Sequence[str] = ()) -> None:
     if found is not None:
         out.print(found)
         return
-    wide = Console(file=out.file, width=_ENDLESS, highlight=False, force_terminal=out.is_terminal)
-    wide.print(_copy(table, frozenset(), box=False))
+    width = out.width
+    try:
+        out.width = _ENDLESS
+        out.print(_copy(table, frozenset(), box=False))
+    finally:
+        out.width = width
 
 
 def fit(out: Console, table: Table, spare: Sequence[str] = (), break_words: bool = False) -> Table | None:

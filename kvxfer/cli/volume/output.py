@@ -11,8 +11,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from kvxfer.cli.plan.output import describe, engine_json
 from kvxfer.cli.fitting import put
+from kvxfer.cli.plan.output import describe, engine_json
 from kvxfer.cli.tables import console, new_table, say
 from kvxfer.planning import Engine, RankVolume, Refused, Volume
 from kvxfer.planning.report import pages_of, refusal_of
