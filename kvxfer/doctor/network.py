@@ -96,8 +96,7 @@ def judge(interfaces: Sequence[Interface], survey: Survey | None, environment: M
     wanted = {name.strip().partition(":")[0] for name in environment.get("UCX_NET_DEVICES", "").split(",")}
     findings = [ok(CHECK, f"interfaces: {listed}; devices that UCX can use: {', '.join(usable) or 'none'}")]
     for interface in interfaces:
-        # What is switched off and not asked for is nobody's concern.
-        if interface.name not in usable and (interface.up or interface.name in wanted):
+        if interface.name in wanted and interface.name not in usable:
             findings.append(
                 warning(
                     CHECK,
@@ -107,6 +106,10 @@ def judge(interfaces: Sequence[Interface], survey: Survey | None, environment: M
                     f"{interface.name}), or leave it out on purpose: UCX_NET_DEVICES={','.join(usable) or 'eth0'}",
                 )
             )
+    # What is not asked for is nobody's concern as long as there is another way.
+    if aside := [i for i in interfaces if i.name not in usable and i.name not in wanted]:
+        told = "; ".join(f"{i.name} ({why_not(i)})" for i in aside)
+        findings.append(ok(CHECK, f"interfaces that UCX leaves alone, and UCX_NET_DEVICES does not name: {told}"))
     loops = {interface.name for interface in interfaces if interface.loopback}
     if all(name in loops for name in usable):
         findings.append(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from kvxfer.core.errors import KvxferError, Reason
@@ -20,7 +21,9 @@ def model_spec(config: Config | str | Path) -> ModelSpec:
     :raises KvxferError: FIELD_INVALID for a config that cannot be read or is of no known family.
     """
     family, fields = family_of(Fields(load_config(config)))
-    return family.read(fields)
+    spec = family.read(fields)
+    attends = any(not isinstance(layer.cache, StateSpec) for layer in spec.layers)
+    return replace(spec, attention_heads=fields.attention_heads() if attends else 0)
 
 
 def build(config: Config | str | Path, options: EngineOptions, rank: Rank | None = None) -> CacheLayout:
@@ -82,7 +85,10 @@ def layout_of(spec: ModelSpec, options: EngineOptions, rank: Rank) -> CacheLayou
             value=rank.pp_size,
             stage=rank.pp_rank,
         )
-    return place(_kinds(spec, elements_of(spec, options), options, rank.tp_rank), stage, options)
+    kinds = _kinds(spec, elements_of(spec, options), options, rank.tp_rank)
+    if spec.attention_heads % options.tp_size:
+        raise field_error("tp_size", options.tp_size, f"a divisor of {spec.attention_heads} (num_attention_heads)")
+    return place(kinds, stage, options)
 
 
 def _kinds(spec: ModelSpec, elements: Elements, options: EngineOptions, tp_rank: int) -> list[Kind]:

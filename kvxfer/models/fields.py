@@ -149,6 +149,10 @@ class Fields:
         """``num_key_value_heads``, else ``num_attention_heads``."""
         return self.integer("num_key_value_heads", "num_attention_heads")
 
+    def attention_heads(self) -> int:
+        """``num_attention_heads``, 0 if not said."""
+        return self.integer("num_attention_heads", default=0)
+
     def dtype(self) -> str:
         """The model's own data type (``torch_dtype`` or ``dtype``), bfloat16 if not said."""
         return self.text("torch_dtype", "dtype", default="bfloat16")

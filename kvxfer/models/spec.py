@@ -93,12 +93,15 @@ class ModelSpec:
     :param depth: all layers.
     :param dtype: the model's own data type.
     :param ssm_dtype: the data type of recurrent states where the engine does not choose one.
+    :param attention_heads: heads that attention layers ask with, which engines share out over ranks as a whole number
+        each; 0 where that is not known.
     """
 
     layers: tuple[LayerSpec, ...]
     depth: int
     dtype: str
     ssm_dtype: str = "float32"
+    attention_heads: int = 0
 
 
 def kv_cache(heads: int, head_dim: int) -> KvSpec:

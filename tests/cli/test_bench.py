@@ -70,7 +70,7 @@ def test_for_people(place: Path) -> None:
     "arguments, says",
     [
         (("--size", "1MB"), "--size is 1000000; it takes a multiple of --block, 65536 bytes"),
-        (("--size", "much"), "--size is 'much'; it takes bytes"),
+        (("--size", "much"), "--size is 'much'; it takes bytes up to 64GiB, such as 65536, 64KiB, 64MiB or 1GiB"),
         (("--block", "0"), "--block is '0'"),
         (("--block", "100"), "--block is 100; it takes a multiple of 32"),
         (("--order", "random"), "--order is 'random'; allowed: contiguous, scrambled"),
@@ -83,7 +83,8 @@ def test_bad_usage(arguments: tuple[str, ...], says: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "text, found", [("65536", 65536), ("64KiB", 65536), ("64 kib", 65536), ("1GiB", 2**30), ("2MB", 2_000_000)]
+    "text, found",
+    [("65536", 65536), ("64KiB", 65536), ("64 kib", 65536), ("1GiB", 2**30), ("2MB", 2_000_000), ("64M", 64 * 2**20)],
 )
 def test_sizes(text: str, found: int) -> None:
     assert size(text, "size") == found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -182,10 +183,13 @@ def test_keep_leaves_everything_running(place: Path) -> None:
     found = json.loads(running.process.stdout.readline())
     hand = found["by_hand"]
     assert sorted(hand["sockets"]) == ["D0", "P0"]
+    assert Path(hand["sockets"]["D0"]).parent == Path(hand["directory"])
+    assert any(command.startswith("kvxfer inspect ") for command in hand["commands"])
     assert hand["ticket"]["engine_id"] == "demo-P"
+    inspect = shlex.join(KVXFER[:-1])
     grpcurl = Path(sys.executable).with_name("grpcurl")
     for command in hand["commands"]:
-        pasted = command.replace("grpcurl", str(grpcurl), 1)
+        pasted = command.replace("grpcurl", str(grpcurl), 1).replace("kvxfer inspect", f"{inspect} inspect", 1)
         done = subprocess.run(
             ["bash", "-c", pasted], capture_output=True, text=True, check=False, timeout=DEADLINE, cwd=place
         )

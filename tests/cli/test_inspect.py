@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import os
 import socket
@@ -16,10 +17,12 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from kvxfer.cli.inspect.look import look, target_of
-from kvxfer.cli.inspect.show import framed, plain, sections
+from kvxfer.cli.inspect.look import View, look, target_of
+from kvxfer.cli.inspect.show import NAMES, names, plain, sections, show
+from kvxfer.cli.inspect.watch import screen
 from kvxfer.core.errors import KvxferError, Reason
 from kvxfer.core.layout import Rank
+from kvxfer.pb import transfer_pb2 as pb
 from kvxfer.wire.peer import Reader
 from tests.support.errors import refusal
 from tests.support.loopback import Cluster, Reading, new_cluster, soon
@@ -76,7 +79,7 @@ async def test_a_read_from_both_ends(reading: Reading) -> None:
     (lease,) = p["Leases"]
     assert (lease["state"], lease["readers done"]) == ("RELEASED", "engine-d 1/1")
     (registered,) = p["Registrations"]
-    assert (registered["engine"], registered["memory"], registered["state"]) == ("engine-p", "2.25 KiB", "not held")
+    assert (registered["engine"], registered["memory"], registered["state"]) == ("engine-p", "2.25 KiB", "registered")
     (limit,) = [x for x in d["Limits"] if x["limit"] == "max_descriptors"]
     assert (limit["value"], limit["used"]) == ("9", "-")
     assert {x["what"]: x["count"] for x in d["Counts"]}["done"] == "1"
@@ -133,7 +136,7 @@ async def test_tables_on_a_terminal(reading: Reading) -> None:
     await reading.good()
     view = await asyncio.to_thread(look, target_of(path_of(reading, "d")), 20)
     console = Console(force_terminal=True, width=200, record=True, file=open(os.devnull, "w"))  # noqa: SIM115, ASYNC230
-    console.print(framed(view))
+    show(console, view)
     text = console.export_text()
     console.file.close()
     assert "│ engine-d │" in text
@@ -144,10 +147,80 @@ async def test_names_are_not_taken_for_markup(reading: Reading) -> None:
     view = await asyncio.to_thread(look, target_of(path_of(reading, "d")), 20)
     view.status.registrations[0].engine_id = "[red]x[/red]"
     console = Console(width=200, record=True, file=open(os.devnull, "w"))  # noqa: SIM115, ASYNC230
-    console.print(framed(view))
+    show(console, view)
     assert "[red]x[/red]" in console.export_text()
     console.file.close()
     assert "[red]x[/red]" in plain(view)
+
+
+def on_terminal(width: int, height: int) -> Console:
+    return Console(force_terminal=True, width=width, height=height, record=True, file=io.StringIO())
+
+
+async def crowded(reading: Reading) -> View:
+    """Many transfers, leases and peers, as in a sidecar that is busy."""
+    await reading.good()
+    view = await asyncio.to_thread(look, target_of(path_of(reading, "d")), 20)
+    lease = pb.Lease(engine_id="engine-d", request_id="request-0123456789", num_tokens=123_456)
+    lease.readers.add(engine_id="engine-of-a-long-name", done=1, expected=2)
+    lost = [view.status.lost_peers.add(engine_id="engine-d", remote_engine_id=f"lost-{i}") for i in range(9)]
+    assert lost
+    view.status.peers.extend([view.status.peers[0]] * 9)
+    return View(view.status, (lease,) * 12, view.transfers * 20)
+
+
+@pytest.mark.parametrize("width", [80, 100, 200])
+async def test_no_cell_is_cut_on_a_narrow_terminal(reading: Reading, width: int) -> None:
+    view = await crowded(reading)
+    console = on_terminal(width, 30)
+    show(console, view)
+    text = console.export_text()
+    assert "\u2026" not in text
+    assert view.status.registrations[0].incarnation in text
+    assert "123456" in text
+
+
+@pytest.mark.parametrize("width, height", [(100, 30), (80, 24), (200, 90), (40, 10)])
+async def test_watching_fits_the_terminal(reading: Reading, width: int, height: int) -> None:
+    """What one watches comes first, and what is missing is told of."""
+    view = await crowded(reading)
+    console = on_terminal(width, height)
+    console.print(screen(console, view))
+    text = console.export_text()
+    lines = text.splitlines()
+    assert len(lines) <= height
+    assert "\u2026" not in text
+    assert lines[0].startswith("ready, kvxfer ")
+    assert ("lines are not shown: see --only" in " ".join(text.split())) == (height < 90)
+    if width >= 80:
+        titles = ["Transfers", "Leases", "Peers", "Lost peers"]
+        assert [line.split(" (")[0].rstrip() for line in lines if line.startswith(tuple(titles))] == titles
+
+
+async def test_watching_leaves_out_what_tells_nothing(reading: Reading) -> None:
+    view = await asyncio.to_thread(look, target_of(path_of(reading, "d")), 20)
+    console = on_terminal(100, 40)
+    console.print(screen(console, view, gone="gone for 3 s"))
+    text = console.export_text()
+    assert text.startswith("the sidecar is gone for 3 s\n")
+    for absent in ("Transfers", "Lost peers", "Limits", "not shown"):
+        assert absent not in text
+    view.status.limits[0].refused = 7
+    console.print(screen(console, view))
+    assert f"Limits: {view.status.limits[0].name} " in console.export_text()
+
+
+async def test_some_tables_only(reading: Reading) -> None:
+    view = await crowded(reading)
+    console = on_terminal(100, 40)
+    console.print(screen(console, view, names("peers, leases")))
+    text = console.export_text()
+    assert text.index("Peers") < text.index("Leases")
+    assert "Transfers" not in text and "Counts" not in text
+    assert [s.name for s in sections(view, names("leases,counts"))] == ["leases", "counts"]
+    with pytest.raises(KvxferError, match="--only has 'nothing'; allowed: sidecar, registrations"):
+        names("leases,nothing")
+    assert {s.name for s in sections(view)} == set(NAMES)
 
 
 async def test_many_peers_take_several_pages(reading: Reading, monkeypatch: pytest.MonkeyPatch) -> None:

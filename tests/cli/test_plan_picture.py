@@ -40,6 +40,24 @@ def drawn(name: str) -> Any:
     return draw(page_map(pair), pair)
 
 
+@pytest.mark.parametrize("name", ["nano 2 to 4", "llama 2 to 8"])
+def test_lines_of_a_closer_look_keep_clear_of_ticks_and_scales(name: str) -> None:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.patches import ConnectionPatch
+
+    figure = drawn(name)
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()
+    renderer = canvas.get_renderer()
+    texts = [t for axes in figure.axes for t in (*axes.get_xticklabels(), *axes.texts)]
+    lines = figure.findobj(ConnectionPatch)
+    assert lines
+    for line in lines:
+        path = line.get_transform().transform_path(line.get_path())
+        for text in texts:
+            assert not path.intersects_bbox(text.get_window_extent(renderer), filled=False), text.get_text()
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_no_label_lies_on_another_or_outside(name: str) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg

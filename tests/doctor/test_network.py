@@ -33,9 +33,14 @@ def test_an_interface_that_ucx_cannot_use(interface: Interface, why: str) -> Non
     found = network.judge([LO, ETH, interface], survey("eth0", "lo"), {"UCX_NET_DEVICES": "eth0,x:1"})
     assert [f.status for f in found] == [Status.OK, Status.WARNING]
     assert found[1].what == f"UCX cannot use the interface x: {why}"
-    # One that is switched off, and not asked for, is nobody's concern.
-    rest = network.judge([LO, ETH, interface], survey("eth0", "lo"), {})
-    assert len(rest) == (2 if interface.up else 1)
+    # One that is not asked for is nobody's concern; all such are told of together.
+    other = Interface("y", False, False, False, ())
+    rest = network.judge([LO, ETH, interface, other], survey("eth0", "lo"), {})
+    assert [f.status for f in rest] == [Status.OK, Status.OK]
+    assert rest[1].what.endswith(f": x ({why}); y (it is down)")
+    # Where none can be used there is a warning, and why.
+    none = network.judge([LO, interface], survey("lo"), {})
+    assert [f.status for f in none] == [Status.OK, Status.OK, Status.WARNING]
 
 
 def test_loopback_alone() -> None:

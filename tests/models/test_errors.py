@@ -138,6 +138,15 @@ def test_heads_that_do_not_divide(name: str, tp: int, part: str) -> None:
     assert "a divisor" in error.message
 
 
+def test_query_heads_that_do_not_divide() -> None:
+    """28 heads that ask, 4 that are kept: a cache for 8 ranks could be made, and no engine has one."""
+    model = {**example("llama-3.1-70b"), "num_attention_heads": 28, "num_key_value_heads": 4, "head_dim": 128}
+    error = refused(model, EngineOptions(tp_size=8))
+    assert error.message == "tp_size is 8; allowed: a divisor of 28 (num_attention_heads)"
+    for tp in (1, 2, 4, 28):
+        build(model, EngineOptions(tp_size=tp))
+
+
 @pytest.mark.parametrize(
     "bad",
     [

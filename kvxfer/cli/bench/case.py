@@ -22,17 +22,19 @@ _DTYPE, _ELEMENT = "bfloat16", 2
 _LAYERS: Final = 16
 #: Blocks of each layer's cache, for each that is read.
 _SPARE: Final = 2
-_UNITS: Final = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "kb": 10**3, "mb": 10**6, "gb": 10**9}
+_BINARY: Final = {"k": 2**10, "m": 2**20, "g": 2**30, "kib": 2**10, "mib": 2**20, "gib": 2**30}
+_UNITS: Final = {"": 1, "b": 1, **_BINARY, "kb": 10**3, "mb": 10**6, "gb": 10**9}
 _LARGEST: Final = 64 * 2**30
 
 
 def size(text: str, field: str) -> int:
-    """Bytes from ``64MiB``, ``64 KiB`` or ``65536``.  :raises KvxferError: FIELD_INVALID."""
+    """Bytes from ``64MiB``, ``64M`` (the same), ``64 KiB`` or ``65536``.  :raises KvxferError: FIELD_INVALID."""
     match = re.fullmatch(r"(\d{1,15})\s*([a-z]*)", text.strip().lower())
     if match is None or match[2] not in _UNITS or not 0 < (found := int(match[1]) * _UNITS[match[2]]) <= _LARGEST:
         raise KvxferError(
             Reason.FIELD_INVALID,
-            f"--{field} is {text!r}; it takes bytes up to {_LARGEST // 2**30}GiB, such as 65536, 64KiB or 1GiB",
+            f"--{field} is {text!r}; it takes bytes up to {_LARGEST // 2**30}GiB, such as 65536, 64KiB, 64MiB or 1GiB "
+            "(K, M and G are KiB, MiB and GiB)",
             field=field,
         )
     return found

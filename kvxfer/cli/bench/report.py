@@ -11,6 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from kvxfer.cli.bench.case import Case
+from kvxfer.cli.fitting import put
 from kvxfer.cli.tables import READ_PHASES, console
 
 PHASES: Final = {**READ_PHASES, "total": "in the sidecar"}
@@ -95,7 +96,7 @@ def show(outcome: Outcome) -> None:
     table.add_row("GB/s", *(f"{outcome.case.bytes / value / 1e9:.2f}" for value in times))
     for name, median in told["phases"].items():
         table.add_row(f"  {name}: {PHASES[name]}, ms", "", f"{median * 1e3:.3f}", "")
-    out.print(table)
+    put(out, table)
     rounds = " and ".join(str(number + 1) for number in outcome.verified)
     if outcome.wrong:
         out.print(f"{outcome.wrong:,} blocks are WRONG (rounds {rounds} of {told['rounds']})", style="bold red")

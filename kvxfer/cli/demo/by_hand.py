@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +25,12 @@ def by_hand(directory: Path, scenario: Scenario, sockets: dict[str, str], ticket
         "PrepareTransfer": pb.PrepareTransferRequest(spec=spec),
         "ReadBlocks": pb.ReadBlocksRequest(spec=spec),
     }
+    commands = [f"kvxfer inspect {shlex.quote(path)}" for path in sockets.values()]
     call = f"grpcurl -plaintext -unix {{}} {sockets['D0']}"
-    commands = [call.format("").replace("  ", " ") + " list", call.format("-d '{}'") + f" {_SERVICE}/GetStatus"]
+    commands += [call.format("").replace("  ", " ") + " list", call.format("-d '{}'") + f" {_SERVICE}/GetStatus"]
     for name, request in requests.items():
         path = directory / f"{name}.json"
         path.write_text(MessageToJson(request, preserving_proto_field_name=True), encoding="utf-8")
         commands.append(f"{call.format('-d @')} {_SERVICE}/{name} < {path}")
     message = MessageToDict(ticket_to_pb(ticket), preserving_proto_field_name=True)
-    return {"sockets": sockets, "ticket": message, "commands": commands}
+    return {"directory": str(directory), "sockets": sockets, "ticket": message, "commands": commands}

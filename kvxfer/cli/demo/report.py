@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Sequence
 from types import TracebackType
@@ -13,6 +14,7 @@ from rich.progress import Progress as Bar
 from rich.table import Table
 
 from kvxfer.cli.demo.result import GroupResult, Page, Result
+from kvxfer.cli.fitting import put
 from kvxfer.cli.tables import READ_PHASES, console, new_table, say
 from kvxfer.sizes import mib
 
@@ -28,6 +30,8 @@ _PHASES: Final = {
     "read": "ReadBlocks on all ranks at once",
     "verify": "comparing every byte",
 }
+#: Columns that a narrow terminal does without.
+_SPARE: Final = ("rows", "merged", "NIXL says", "GB/s")
 
 
 class Reporter:
@@ -87,7 +91,7 @@ def show(result: Result, notes: Sequence[str]) -> None:
             say(out, note, "yellow")
     for table in (_groups(out, result.groups), _ranks(out, result), _phases(out, result)):
         out.print()
-        out.print(table)
+        put(out, table, _SPARE)
     out.print()
     moved = result.bytes
     pages = sum(r.pages for r in result.ranks)
@@ -106,9 +110,10 @@ def show_by_hand(result: Result) -> None:
     import json
 
     out = sys.stdout
-    out.write("\nEverything is left running.  Sockets:\n")
+    out.write("\nEverything is left running.  Sockets, and their directory:\n")
     for name, path in result.by_hand["sockets"].items():
         out.write(f"  {name}  {path}\n")
+    out.write(f"  DIR={shlex.quote(result.by_hand['directory'])}\n")
     out.write(f"\nA ticket of P's blocks:\n{json.dumps(result.by_hand['ticket'])}\n\nTry:\n")
     for command in result.by_hand["commands"]:
         out.write(f"  {command}\n")

@@ -47,7 +47,7 @@ def show(findings: Sequence[Finding]) -> None:
     table = Table(box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False)
     table.add_column("status", no_wrap=True)
     table.add_column("check", no_wrap=True)
-    table.add_column("what, why it matters, what to do")
+    table.add_column("what, why it matters, what to do", overflow="fold")
     for finding in findings:
         table.add_row(Text(finding.status.value, _STYLES[finding.status]), finding.check, _text(finding))
     out.print(table)

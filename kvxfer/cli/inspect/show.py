@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from google.protobuf.duration_pb2 import Duration
-from rich.console import Group, RenderableType
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from kvxfer.cli.fitting import put
 from kvxfer.cli.inspect.look import View
+from kvxfer.core.errors import KvxferError, Reason
 from kvxfer.pb import layout_pb2 as layout_pb
 from kvxfer.pb import transfer_pb2 as pb
 from kvxfer.sizes import short
@@ -29,6 +31,8 @@ _COLOURS: Final = {
     "ending": "yellow",
 }
 _NONE: Final = "-"
+#: What tables are called on the command line.
+NAMES: Final = ("sidecar", "registrations", "peers", "lost", "leases", "transfers", "counts", "limits")
 
 
 @dataclass(frozen=True)
@@ -43,11 +47,28 @@ class Section:
     rows: tuple[tuple[str, ...], ...]
     numbers: frozenset[str] = frozenset()
 
+    @property
+    def name(self) -> str:
+        """Of ``NAMES``."""
+        return self.title.split()[0].lower()
 
-def sections(view: View) -> list[Section]:
-    """Everything, in the order in which it is shown."""
+
+def names(text: str) -> tuple[str, ...]:
+    """The tables of ``--only``.
+
+    :raises KvxferError: FIELD_INVALID for one that does not exist.
+    """
+    found = tuple(dict.fromkeys(name for part in text.split(",") if (name := part.strip())))
+    for name in found:
+        if name not in NAMES:
+            raise KvxferError(Reason.FIELD_INVALID, f"--only has {name!r}; allowed: {', '.join(NAMES)}", field="only")
+    return found
+
+
+def sections(view: View, only: Sequence[str] = ()) -> list[Section]:
+    """Everything, or some of it, in the order in which it is shown."""
     status = view.status
-    return [
+    found = [
         _sidecar(status),
         _registrations(status.registrations),
         _peers(status.peers),
@@ -57,12 +78,13 @@ def sections(view: View) -> list[Section]:
         _counts(status.counts),
         _limits(status.limits),
     ]
+    return [section for section in found if not only or section.name in only]
 
 
-def plain(view: View) -> str:
+def plain(view: View, only: Sequence[str] = ()) -> str:
     """Columns with two spaces between them; cells have no spaces at their ends, and none is cut."""
     parts = []
-    for section in sections(view):
+    for section in sections(view, only):
         table = [section.columns, *section.rows] if section.rows else [("none",)]
         widths = [max(len(row[i]) for row in table) for i in range(len(table[0]))]
         lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in table]
@@ -70,20 +92,23 @@ def plain(view: View) -> str:
     return "\n\n".join(parts)
 
 
-def framed(view: View) -> RenderableType:
-    """For a terminal."""
-    return Group(*(_framed(section) for section in sections(view)))
+def show(out: Console, view: View, only: Sequence[str] = ()) -> None:
+    """On a terminal."""
+    for section in sections(view, only):
+        if not section.rows:
+            out.print(Text(f"{section.title}: none\n", style="dim"))
+            continue
+        table = Table(title=section.title, title_justify="left", title_style="bold", header_style="bold")
+        for column in section.columns:
+            table.add_column(column, justify="right" if column in section.numbers else "left")
+        for row in section.rows:
+            table.add_row(*(coloured(cell) for cell in row))
+        put(out, table)
 
 
-def _framed(section: Section) -> RenderableType:
-    if not section.rows:
-        return Text(f"{section.title}: none\n", style="dim")
-    table = Table(title=section.title, title_justify="left", title_style="bold", header_style="bold")
-    for column in section.columns:
-        table.add_column(Text(column), justify="right" if column in section.numbers else "left", overflow="fold")
-    for row in section.rows:
-        table.add_row(*(Text(cell, style=_COLOURS.get(cell, "")) for cell in row))
-    return table
+def coloured(cell: str) -> Text:
+    """A cell; states have colours."""
+    return Text(cell, style=_COLOURS.get(cell, ""))
 
 
 # -- sections ----------------------------------------------------------------------------------------------------------
@@ -101,7 +126,7 @@ def _registrations(known: Iterable[pb.RegistrationStatus]) -> Section:
             return "orphaned"
         if r.HasField("undone_in"):
             return f"undone in {_time(r.undone_in)}"
-        return f"held by {r.holders}" if r.holders else "not held"
+        return f"held by {r.holders}" if r.holders else "registered"
 
     rows = tuple(
         (

@@ -10,6 +10,7 @@ from typing import Any, Final
 from rich.console import Console
 from rich.table import Table
 
+from kvxfer.cli.fitting import put
 from kvxfer.cli.tables import console, new_table, say
 from kvxfer.planning import Engine, GroupPages, RankReport, Report, Verdict
 from kvxfer.planning.report import GroupCosts, refusal_of
@@ -23,6 +24,8 @@ _VERDICTS: Final = {
 }
 #: What a refusal's metadata says of both sides; told apart from the rest.
 _SIDES: Final = {"local": "on D", "remote": "on P"}
+#: Columns that a narrow terminal does without.
+_SPARE: Final = ("rows on D", "rows on P", "rounding", "padding", "layers")
 
 
 # -- for machines ----------------------------------------------------------------------------------------------------
@@ -74,7 +77,7 @@ def show(report: Report) -> None:
         tables += [_units(out, report.ranks), _ranks(out, report)]
     for table in tables:
         out.print()
-        out.print(table)
+        put(out, table, _SPARE)
     if report.tokens is not None and report.ranks:
         out.print()
         say(out, _summary(report))

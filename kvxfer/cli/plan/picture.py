@@ -62,6 +62,7 @@ _WIDTH: Final = 13.0
 _LEFT, _RIGHT = 1.75, 0.35  # margins in inches
 _BAR, _LANE, _GAP = 0.42, 0.21, 0.05
 _ABOVE, _BELOW = 0.34, 0.62  # for a panel's title, and for its ticks and scale bar
+_CLEAR_OF_TICKS, _CLEAR_OF_SCALE = 0.22, 0.50  # from an axis downwards
 _HEAD, _LEGEND = 0.95, 0.75
 
 
@@ -303,8 +304,9 @@ def _join(figure: Figure, panels: Sequence[_Panel], axes: Sequence[Axes]) -> Non
         j = next(k for k, other in enumerate(panels) if not other.closer and other.view is panel.view)
         above = i < j
         # From the edge of the closer look that faces the view, to the bar of components in the view.
-        near = 0.0 if above else panel.inside
-        far = panels[j].inside if above else 0.0
+        # What stands below an axis stays clear: ticks and scale bar of the closer look, ticks of the view.
+        near = -_CLEAR_OF_SCALE if above else panel.inside
+        far = panels[j].inside if above else -_CLEAR_OF_TICKS
         axes[j].axvspan(panel.begin, panel.end, facecolor="none", edgecolor="#333333", linewidth=0.9, zorder=5)
         for x in (panel.begin, panel.end):
             figure.add_artist(

@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from kvxfer.cli.fitting import put
 from kvxfer.cli.plan.output import describe, engine_json
 from kvxfer.cli.tables import console, new_table, say
 from kvxfer.planning import Engine, RankVolume, Refused, Volume
@@ -85,7 +86,7 @@ def show(found: Sequence[Series]) -> None:
         say(out, f"P: {describe(series.p)}")
         say(out, f"D: {describe(series.d)}")
         out.print()
-        out.print(_table(out, series))
+        put(out, _table(out, series))
         out.print()
 
 
