@@ -296,6 +296,27 @@ async def test_a_refused_call_is_logged_with_what_it_was_about(reading: Reading,
     assert len(long.get("transfer", "")) <= 128
 
 
+async def test_an_agent_that_is_destroyed_is_told_of_with_both_engines(cluster: Cluster, logged: list[Any]) -> None:
+    p = await cluster.engine("engine-p", [await cluster.node()])
+    d = await cluster.engine("engine-d", [await cluster.node(drain_limit=0.1)])
+    reading = Reading(cluster, p, d)
+    cluster.fabric.hold()
+    request = reading.request("t1", wait=False)
+    await reading.stub.ReadBlocks(request)
+    await d.cancel("t1", timeout=0.01)
+    await soon(lambda: logged_as(logged, "agent destroyed"))
+    (told_so,) = logged_as(logged, "agent destroyed")
+    wanted = {"engine": "engine-d", "peer": "engine-p", "transfer": "t1", "request": request.spec.ticket.request_id}
+    assert wanted.items() <= told_so.items()
+    cluster.fabric.let_go()
+
+
+async def test_an_open_http_port_is_told_of(cluster: Cluster, logged: list[Any]) -> None:
+    for host, times in (("127.0.0.1", 0), ("0.0.0.0", 1)):
+        await cluster.node(http_port=0, http_host=host)
+        assert len(logged_as(logged, "whoever reaches the HTTP port can read the metrics")) == times
+
+
 async def test_only_some_reads_are_looked_at(reading: Reading, monkeypatch: pytest.MonkeyPatch) -> None:
     """It takes time, also where they fail or show nothing."""
     monkeypatch.setattr(transport, "LEAST_BYTES", 0)
