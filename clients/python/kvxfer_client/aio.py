@@ -15,7 +15,7 @@ from kvxfer.core.errors import KvxferError
 from kvxfer.core.layout import CacheLayout, Rank
 from kvxfer.memory.handles import Handle
 from kvxfer.pb import transfer_pb2_grpc
-from kvxfer_client import calls
+from kvxfer_client import calls, checks
 from kvxfer_client.aio_session import AsyncSession
 from kvxfer_client.calls import (
     DEFAULT_REGISTER_TIMEOUT,
@@ -152,7 +152,7 @@ class AsyncClient(Origin):
             memory,
             compatibility_key=compatibility_key,
             rank=rank,
-            ranks=tuple(ranks),
+            ranks=checks.addresses(ranks),
             dp_rank=dp_rank,
             dp_size=dp_size,
             replace=replace,
@@ -232,7 +232,7 @@ class AsyncWatch(Generic[T]):
         self._stream = stream
         self._closed = False
         self._first: Any = None
-        limit = None if timeout is None else calls.checked_seconds(timeout)
+        limit = None if timeout is None else checks.seconds(timeout)
         with client._open(stream.method, {}) as stub:
             self._call = getattr(stub, stream.method)(stream.request, timeout=limit)
 

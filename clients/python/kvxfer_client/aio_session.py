@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvxfer.core.errors import KvxferError, Reason
 from kvxfer.memory.handles import Handle
-from kvxfer_client import calls
+from kvxfer_client import calls, checks
 from kvxfer_client.calls import DEFAULT_TIMEOUT, MakeRegister
 from kvxfer_client.channel import closed_error, late_error
 from kvxfer_client.life import GONE, Follow, Found, Hold, Lost, Plan, Register, Sleep, Step, plan
@@ -85,7 +85,7 @@ class AsyncSession:
         :raises KvxferError: DEADLINE_EXCEEDED; what ended the session; FIELD_INVALID where it was closed.
         """
         try:
-            return await asyncio.wait_for(self._await_registered(), calls.checked_seconds(timeout))
+            return await asyncio.wait_for(self._await_registered(), checks.seconds(timeout))
         except asyncio.TimeoutError:
             raise late_error(self._client.target, "RegisterCache", timeout) from None
 

@@ -13,7 +13,7 @@ import grpc
 
 from kvxfer.core.errors import KvxferError, Reason
 from kvxfer.memory.handles import Handle
-from kvxfer_client import calls
+from kvxfer_client import calls, checks
 from kvxfer_client.calls import DEFAULT_TIMEOUT, Call, MakeRegister
 from kvxfer_client.channel import closed_error, late_error
 from kvxfer_client.life import GONE, Follow, Found, Hold, Lost, Plan, Register, Sleep, Step, plan
@@ -96,7 +96,7 @@ class Session:
         :param timeout: seconds.
         :raises KvxferError: DEADLINE_EXCEEDED; what ended the session; FIELD_INVALID where it was closed.
         """
-        deadline = time.monotonic() + calls.checked_seconds(timeout)
+        deadline = time.monotonic() + checks.seconds(timeout)
         while True:
             settled = self._settled.wait(max(0.0, deadline - time.monotonic()))
             if self._error is not None:
