@@ -186,7 +186,7 @@ class AsyncClient(Origin):
         return call.parse(await self._send(call, call.request))
 
     async def _send(self, call: Call[Any], request: Any) -> Any:
-        with self._open(call.method, call.facts) as stub:
+        with self._open(call.method, call.facts, call.deadline if call.wait_for_ready else None) as stub:
             return await getattr(stub, call.method)(request, timeout=call.deadline, wait_for_ready=call.wait_for_ready)
 
     async def _pages(self, pages: Pages[T]) -> AsyncIterator[T]:
@@ -198,7 +198,9 @@ class AsyncClient(Origin):
             request = pages.following(request, answer)
 
     @contextmanager
-    def _open(self, method: str, facts: Mapping[str, str]) -> Iterator[transfer_pb2_grpc.KvTransferAsyncStub]:
+    def _open(
+        self, method: str, facts: Mapping[str, str], waited: float | None = None
+    ) -> Iterator[transfer_pb2_grpc.KvTransferAsyncStub]:
         """Around a call: it needs a channel that is open, and fails with errors of ours."""
         if self._closed:
             raise closed_error(self.target)
@@ -207,7 +209,7 @@ class AsyncClient(Origin):
             self._channel = grpc.aio.insecure_channel(self.target, options=OPTIONS)
             self._stub = transfer_pb2_grpc.KvTransferStub(self._channel)
         try:
-            with told_as_kvxfer_errors(self.target, method, facts):
+            with told_as_kvxfer_errors(self.target, method, facts, waited):
                 yield self._stub
         except asyncio.CancelledError:
             # grpc.aio says so too where close() has cut the call off; a task that is cancelled itself stays cancelled.

@@ -33,6 +33,7 @@ from kvxfer.wire.requests import (
 )
 from kvxfer.wire.tickets import Ticket, TicketRank
 from kvxfer_client import checks
+from kvxfer_client.channel import target_of
 from kvxfer_client.memory import SharedRegion
 from kvxfer_client.results import (
     LEASE_STATES_OUT,
@@ -67,14 +68,15 @@ DEFAULT_REGISTER_TIMEOUT: Final = 300.0
 class Origin:
     """Who calls: what both clients know.
 
-    :param target: the sidecar's engine listener, a gRPC target (``unix:/run/kvxfer/kvxfer.sock``).
+    :param target: the sidecar's engine listener, a gRPC target (``unix:/run/kvxfer/kvxfer.sock``) or the
+        socket's path (``/run/kvxfer/kvxfer.sock``).
     :param engine_id: the local engine; may stay empty where only :meth:`status` and :meth:`wait_ready` are called.
     :param timeout: deadline of calls that only ask, and what calls get on top that give the sidecar a time of its own,
         seconds.
     """
 
     def __init__(self, target: str = DEFAULT_TARGET, *, engine_id: str = "", timeout: float = DEFAULT_TIMEOUT) -> None:
-        self.target: Final = checks.text(target, "target")
+        self.target: Final = target_of(checks.text(target, "target"))
         self.engine_id: Final = checks.text(engine_id, "engine_id")
         self.timeout: Final = checks.seconds(timeout)
 

@@ -66,7 +66,7 @@ class Client(Origin):
     def __init__(self, target: str = DEFAULT_TARGET, *, engine_id: str = "", timeout: float = DEFAULT_TIMEOUT) -> None:
         """See :class:`Origin` for the arguments."""
         super().__init__(target, engine_id=engine_id, timeout=timeout)
-        self._channel = grpc.insecure_channel(target, options=OPTIONS)
+        self._channel = grpc.insecure_channel(self.target, options=OPTIONS)
         self._stub = transfer_pb2_grpc.KvTransferStub(self._channel)
         self._closed = False
 
@@ -194,16 +194,16 @@ class Client(Origin):
         return call.parse(self._send(call, call.request))
 
     def _send(self, call: Call[Any], request: Any) -> Any:
-        with self._open(call.method, call.facts):
+        with self._open(call.method, call.facts, call.deadline if call.wait_for_ready else None):
             return getattr(self._stub, call.method)(request, timeout=call.deadline, wait_for_ready=call.wait_for_ready)
 
     @contextmanager
-    def _open(self, method: str, facts: Mapping[str, str]) -> Iterator[None]:
+    def _open(self, method: str, facts: Mapping[str, str], waited: float | None = None) -> Iterator[None]:
         """Around a call: it needs a channel that is open, and fails with errors of ours."""
         if self._closed:
             raise closed_error(self.target)
         try:
-            with told_as_kvxfer_errors(self.target, method, facts):
+            with told_as_kvxfer_errors(self.target, method, facts, waited):
                 yield
         except ValueError:
             # Closed by another thread before the call began.
