@@ -135,7 +135,10 @@ def ticket_to_pb(ticket: Ticket) -> pb.Ticket:
 
 
 def ticket_to_string(ticket: Ticket) -> str:
-    """The ticket's canonical string.  :raises KvxferError: as :func:`ticket_to_pb`."""
+    """The ticket's canonical string.
+
+    :raises KvxferError: FIELD_INVALID, RANGE_INVALID, GROUP_MISMATCH, BLOCK_OUT_OF_RANGE, STATE_POSITION_MISMATCH.
+    """
     body = bytes([STRING_VERSION]) + ticket_to_pb(ticket).SerializeToString(deterministic=True)
     framed = body + zlib.crc32(body).to_bytes(_CRC_BYTES, "big")
     return base64.urlsafe_b64encode(framed).rstrip(b"=").decode()

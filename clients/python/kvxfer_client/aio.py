@@ -65,7 +65,14 @@ class AsyncClient(Origin):
     """
 
     def __init__(self, target: str = DEFAULT_TARGET, *, engine_id: str = "", timeout: float = DEFAULT_TIMEOUT) -> None:
-        """See :class:`Origin` for the arguments."""
+        """Connect when the first call is made.
+
+        :param target: the sidecar's engine listener, a gRPC target (``unix:/run/kvxfer/kvxfer.sock``) or the socket's
+            path (``/run/kvxfer/kvxfer.sock``).
+        :param engine_id: the local engine; may stay empty where only :meth:`status` and :meth:`wait_ready` are called.
+        :param timeout: deadline of calls that only ask, and what calls get on top that give the sidecar a time of its
+            own, seconds.
+        """
         super().__init__(target, engine_id=engine_id, timeout=timeout)
         self._channel: grpc.aio.Channel | None = None
         self._stub: transfer_pb2_grpc.KvTransferAsyncStub | None = None
@@ -87,15 +94,32 @@ class AsyncClient(Origin):
     def list_transfers(
         self, states: Iterable[TransferState] = (), *, page_size: int = 0
     ) -> AsyncIterator[TransferInfo]:
-        """See :func:`kvxfer_client.calls.list_transfers`; pages are asked for as the iterator gets to them."""
+        """All transfers of the engine that the sidecar remembers, newest first.
+
+        Pages are asked for as the iterator gets to them.
+
+        :param states: only these; none: all.
+        :param page_size: transfers asked for at a time; 0: the sidecar's choice.
+        :raises KvxferError: FIELD_INVALID; while iterating: NOT_REGISTERED; and what every call may raise.
+        """
         return self._pages(calls.list_transfers(self, states, page_size=page_size))
 
     def list_leases(self, states: Iterable[LeaseState] = (), *, page_size: int = 0) -> AsyncIterator[LeaseInfo]:
-        """See :func:`kvxfer_client.calls.list_leases`; pages are asked for as the iterator gets to them."""
+        """All published requests of the engine that the sidecar remembers, newest first.
+
+        Pages are asked for as the iterator gets to them.
+
+        :param states: only these; none: all.
+        :param page_size: published requests asked for at a time; 0: the sidecar's choice.
+        :raises KvxferError: FIELD_INVALID; while iterating: NOT_REGISTERED; and what every call may raise.
+        """
         return self._pages(calls.list_leases(self, states, page_size=page_size))
 
     async def status(self) -> Status:
-        """What the sidecar is, holds and is connected to.  :raises KvxferError: what every call may raise."""
+        """What the sidecar is, holds and is connected to.
+
+        :raises KvxferError: what every call may raise.
+        """
         return status_from_pb([page async for page in self._pages(calls.status_pages(self))])
 
     async def watch(self, *, include_current: bool = False, timeout: float | None = None) -> AsyncWatch[TransferInfo]:
