@@ -148,8 +148,8 @@ def ticket_from_string(value: str, field: str = "ticket") -> Ticket:
     """Read a ticket's string.
 
     :param field: what to call it in errors.
-    :raises KvxferError: FIELD_INVALID where it is damaged, cut short or of another version; or as
-        :func:`ticket_from_pb`.
+    :raises KvxferError: FIELD_INVALID where it is damaged, cut short or of another version; that, GROUP_MISMATCH,
+        BLOCK_OUT_OF_RANGE, RANGE_INVALID or STATE_POSITION_MISMATCH for what it holds.
     """
     if len(value) > MAX_TICKET_CHARS:
         raise refuse(field, f"has {len(value)} characters; allowed are {MAX_TICKET_CHARS}", value=len(value))
