@@ -37,8 +37,9 @@ def prefill_params() -> dict[str, object]:
 def ticket_to_params(ticket: Ticket) -> dict[str, object]:
     """What P answers, and the router puts into the request that it sends to D; JSON types only.
 
-    ``remote_host`` and ``remote_port`` are those of rank 0.  :raises KvxferError: as
-    :func:`kvxfer.wire.tickets.ticket_to_pb`.
+    ``remote_host`` and ``remote_port`` are those of rank 0.
+
+    :raises KvxferError: as :func:`kvxfer_client.ticket_to_string`.
     """
     string = ticket_to_string(ticket)
     host, port = split_address(min(ticket.ranks, key=lambda r: r.rank.number).address)
@@ -62,7 +63,7 @@ def ticket_from_params(params: Mapping[str, object]) -> Ticket:
     Keys that are missing or ``None`` are not compared.  Integers may have become doubles or strings on the way.
 
     :raises KvxferError: FIELD_INVALID where there is no ticket, or a key contradicts it; or as
-        :func:`kvxfer.wire.tickets.ticket_from_string`.  The field is ``kv_transfer_params`` and the key.
+        :func:`kvxfer_client.ticket_from_string`.  The field is ``kv_transfer_params`` and the key.
     """
     value = params.get(TICKET_KEY)
     if not isinstance(value, str):

@@ -135,7 +135,10 @@ def ticket_to_pb(ticket: Ticket) -> pb.Ticket:
 
 
 def ticket_to_string(ticket: Ticket) -> str:
-    """The ticket's canonical string.  :raises KvxferError: as :func:`ticket_to_pb`."""
+    """The ticket's canonical string.
+
+    :raises KvxferError: FIELD_INVALID, RANGE_INVALID, GROUP_MISMATCH, BLOCK_OUT_OF_RANGE, STATE_POSITION_MISMATCH.
+    """
     body = bytes([STRING_VERSION]) + ticket_to_pb(ticket).SerializeToString(deterministic=True)
     framed = body + zlib.crc32(body).to_bytes(_CRC_BYTES, "big")
     return base64.urlsafe_b64encode(framed).rstrip(b"=").decode()
@@ -145,8 +148,8 @@ def ticket_from_string(value: str, field: str = "ticket") -> Ticket:
     """Read a ticket's string.
 
     :param field: what to call it in errors.
-    :raises KvxferError: FIELD_INVALID where it is damaged, cut short or of another version; or as
-        :func:`ticket_from_pb`.
+    :raises KvxferError: FIELD_INVALID where it is damaged, cut short or of another version; that, GROUP_MISMATCH,
+        BLOCK_OUT_OF_RANGE, RANGE_INVALID or STATE_POSITION_MISMATCH for what it holds.
     """
     if len(value) > MAX_TICKET_CHARS:
         raise refuse(field, f"has {len(value)} characters; allowed are {MAX_TICKET_CHARS}", value=len(value))

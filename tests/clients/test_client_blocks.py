@@ -35,7 +35,7 @@ def test_grouped_lists_may_be_empty_for_attention_only() -> None:
     assert list(block_lists_to_pb([attention])[0].block_ids) == []
     for ids in ([], [2, -1]):
         with pytest.raises(KvxferError) as caught:
-            grouped([[1], ids], layout(), 40)
+            grouped([[1, 2, 3], ids], layout(), 40)
         assert (caught.value.reason, caught.value.field) == (Reason.STATE_POSITION_MISMATCH, "ids[1]")
         assert caught.value.metadata["group"] == "ssm"
 

@@ -94,6 +94,12 @@ def test_the_answers_of_the_walk(walked: dict[str, str]) -> None:
     assert json.loads(told(walked, "/Handshake"))["plan"]["sources"][0]["address"].startswith("127.0.0.1:")
 
 
+def test_the_broken_read_is_answered_as_the_page_says(walked: dict[str, str]) -> None:
+    answer = told(walked, "grep Message")
+    assert "block 99 does not exist; allowed are 0 to 7" in answer
+    assert answer in (RECIPES / "README.md").read_text()
+
+
 def test_the_streams_tell_it_all(walked: dict[str, str]) -> None:
     text = told(walked, "cat /tmp/kvxfer/leases.txt")
     for word in ("HELD", "RELEASED", "WITHDRAWN"):

@@ -15,6 +15,8 @@ MARK = "run by tests/integration/test_tutorial.py"
 COMMANDS = [c.text for c in console.commands(PAGE) if c.mark == MARK]
 TWO_MACHINES = [text for text in COMMANDS if "--advertise" in text]
 ONE_MACHINE = [text for text in COMMANDS if text not in TWO_MACHINES]
+#: What the page prints as the answer of the command above it.
+TOLD = [line for line in re.findall(r"^\$ python .*\n((?!\$|`).*)$", PAGE.read_text(), re.MULTILINE) if line]
 PROGRAMS = dict(re.findall(r"^`(\w+\.py)`:\n\n```python\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL))
 
 
@@ -27,6 +29,7 @@ def on_two_machines() -> list[str]:
 def test_the_tutorial_has_two_sidecars_each_time() -> None:
     assert set(PROGRAMS) == {"cache.py", "prefill.py", "decode.py"}
     assert len(TWO_MACHINES) == 2
+    assert [line.split(":")[0] for line in TOLD] == ["NOT_REGISTERED", "LAYOUT_MISMATCH", "every byte is right"]
     assert sum(text.startswith("kvxfer serve ") for text in ONE_MACHINE) == 2
 
 
@@ -34,7 +37,10 @@ def test_the_tutorial_has_two_sidecars_each_time() -> None:
 def test_the_engines_of_the_tutorial(commands: list[str], tmp_path: Path) -> None:
     for name, text in PROGRAMS.items():
         (tmp_path / name).write_text(text)
-    with console.places([*commands, "wait"], **{"p.example": "127.0.0.1", "d.example": "127.0.0.1"}) as texts:
-        output = "".join(console.run(texts, tmp_path))
+    with console.places([*commands, *TOLD], **{"p.example": "127.0.0.1", "d.example": "127.0.0.1"}) as texts:
+        told = texts[len(commands) :]
+        outputs = console.run(texts[: len(commands)], tmp_path)
+        assert not any(Path(text.split()[-1]).exists() for text in texts if text.startswith("rm -r "))
     for part in ("every byte is right", "1 source rank(s)", "request-1 was released: its blocks may be freed"):
-        assert part in output
+        assert part in "".join(outputs)
+    assert [o.strip() for c, o in zip(commands, outputs, strict=True) if c.endswith("| tail -1")] == told

@@ -25,10 +25,10 @@ from kvxfer_client import Rank, TicketRank, grouped, make_ticket, new_lease_toke
 from kvxfer.models import EngineOptions, build, example
 
 layout = build(example("nemotron-3-nano-30b-a3b"), EngineOptions(tp_size=2), Rank(0, 2))
-blocks = grouped([[i + 1] for i in range(len(layout.groups))], layout, 100)
+blocks = grouped([[i + 1] for i in range(len(layout.groups))], layout, 16)
 ranks = [TicketRank(Rank(i, 2), f"incarnation-{i}", f"10.0.0.{i + 1}:9000") for i in range(2)]
 ticket = make_ticket(
-    engine_id="p", compatibility_key="k", ranks=ranks, request_id="r", blocks=blocks, num_tokens=100,
+    engine_id="p", compatibility_key="k", ranks=ranks, request_id="r", blocks=blocks, num_tokens=16,
     lease_token=new_lease_token(), ttl=60,
 )
 text = ticket_to_string(ticket)

@@ -15,7 +15,7 @@ from kvxfer.core.errors import KvxferError
 from kvxfer.core.layout import CacheLayout, Rank
 from kvxfer.memory.handles import Handle
 from kvxfer.pb import transfer_pb2_grpc
-from kvxfer_client import calls
+from kvxfer_client import calls, checks
 from kvxfer_client.aio_session import AsyncSession
 from kvxfer_client.calls import (
     DEFAULT_REGISTER_TIMEOUT,
@@ -65,7 +65,14 @@ class AsyncClient(Origin):
     """
 
     def __init__(self, target: str = DEFAULT_TARGET, *, engine_id: str = "", timeout: float = DEFAULT_TIMEOUT) -> None:
-        """See :class:`Origin` for the arguments."""
+        """Connect when the first call is made.
+
+        :param target: the sidecar's engine listener, a gRPC target (``unix:/run/kvxfer/kvxfer.sock``) or the socket's
+            path (``/run/kvxfer/kvxfer.sock``).
+        :param engine_id: the local engine; may stay empty where only :meth:`status` and :meth:`wait_ready` are called.
+        :param timeout: deadline of calls that only ask, and what calls get on top that give the sidecar a time of its
+            own, seconds.
+        """
         super().__init__(target, engine_id=engine_id, timeout=timeout)
         self._channel: grpc.aio.Channel | None = None
         self._stub: transfer_pb2_grpc.KvTransferAsyncStub | None = None
@@ -87,15 +94,32 @@ class AsyncClient(Origin):
     def list_transfers(
         self, states: Iterable[TransferState] = (), *, page_size: int = 0
     ) -> AsyncIterator[TransferInfo]:
-        """See :func:`kvxfer_client.calls.list_transfers`; pages are asked for as the iterator gets to them."""
+        """All transfers of the engine that the sidecar remembers, newest first.
+
+        Pages are asked for as the iterator gets to them.
+
+        :param states: only these; none: all.
+        :param page_size: transfers asked for at a time; 0: the sidecar's choice.
+        :raises KvxferError: FIELD_INVALID; while iterating: NOT_REGISTERED; and what every call may raise.
+        """
         return self._pages(calls.list_transfers(self, states, page_size=page_size))
 
     def list_leases(self, states: Iterable[LeaseState] = (), *, page_size: int = 0) -> AsyncIterator[LeaseInfo]:
-        """See :func:`kvxfer_client.calls.list_leases`; pages are asked for as the iterator gets to them."""
+        """All published requests of the engine that the sidecar remembers, newest first.
+
+        Pages are asked for as the iterator gets to them.
+
+        :param states: only these; none: all.
+        :param page_size: published requests asked for at a time; 0: the sidecar's choice.
+        :raises KvxferError: FIELD_INVALID; while iterating: NOT_REGISTERED; and what every call may raise.
+        """
         return self._pages(calls.list_leases(self, states, page_size=page_size))
 
     async def status(self) -> Status:
-        """What the sidecar is, holds and is connected to.  :raises KvxferError: what every call may raise."""
+        """What the sidecar is, holds and is connected to.
+
+        :raises KvxferError: what every call may raise.
+        """
         return status_from_pb([page async for page in self._pages(calls.status_pages(self))])
 
     async def watch(self, *, include_current: bool = False, timeout: float | None = None) -> AsyncWatch[TransferInfo]:
@@ -152,7 +176,7 @@ class AsyncClient(Origin):
             memory,
             compatibility_key=compatibility_key,
             rank=rank,
-            ranks=tuple(ranks),
+            ranks=checks.addresses(ranks),
             dp_rank=dp_rank,
             dp_size=dp_size,
             replace=replace,
@@ -186,7 +210,7 @@ class AsyncClient(Origin):
         return call.parse(await self._send(call, call.request))
 
     async def _send(self, call: Call[Any], request: Any) -> Any:
-        with self._open(call.method, call.facts) as stub:
+        with self._open(call.method, call.facts, call.deadline if call.wait_for_ready else None) as stub:
             return await getattr(stub, call.method)(request, timeout=call.deadline, wait_for_ready=call.wait_for_ready)
 
     async def _pages(self, pages: Pages[T]) -> AsyncIterator[T]:
@@ -198,7 +222,9 @@ class AsyncClient(Origin):
             request = pages.following(request, answer)
 
     @contextmanager
-    def _open(self, method: str, facts: Mapping[str, str]) -> Iterator[transfer_pb2_grpc.KvTransferAsyncStub]:
+    def _open(
+        self, method: str, facts: Mapping[str, str], waited: float | None = None
+    ) -> Iterator[transfer_pb2_grpc.KvTransferAsyncStub]:
         """Around a call: it needs a channel that is open, and fails with errors of ours."""
         if self._closed:
             raise closed_error(self.target)
@@ -207,7 +233,7 @@ class AsyncClient(Origin):
             self._channel = grpc.aio.insecure_channel(self.target, options=OPTIONS)
             self._stub = transfer_pb2_grpc.KvTransferStub(self._channel)
         try:
-            with told_as_kvxfer_errors(self.target, method, facts):
+            with told_as_kvxfer_errors(self.target, method, facts, waited):
                 yield self._stub
         except asyncio.CancelledError:
             # grpc.aio says so too where close() has cut the call off; a task that is cancelled itself stays cancelled.
@@ -232,7 +258,7 @@ class AsyncWatch(Generic[T]):
         self._stream = stream
         self._closed = False
         self._first: Any = None
-        limit = None if timeout is None else calls.checked_seconds(timeout)
+        limit = None if timeout is None else checks.seconds(timeout)
         with client._open(stream.method, {}) as stub:
             self._call = getattr(stub, stream.method)(stream.request, timeout=limit)
 

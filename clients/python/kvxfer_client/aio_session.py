@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from kvxfer.core.errors import KvxferError, Reason
 from kvxfer.memory.handles import Handle
-from kvxfer_client import calls
+from kvxfer_client import calls, checks
 from kvxfer_client.calls import DEFAULT_TIMEOUT, MakeRegister
-from kvxfer_client.channel import closed_error, late_error
+from kvxfer_client.channel import closed_error, late_error, session_closed_error
 from kvxfer_client.life import GONE, Follow, Found, Hold, Lost, Plan, Register, Sleep, Step, plan
 from kvxfer_client.results import Registered
 
@@ -85,7 +85,7 @@ class AsyncSession:
         :raises KvxferError: DEADLINE_EXCEEDED; what ended the session; FIELD_INVALID where it was closed.
         """
         try:
-            return await asyncio.wait_for(self._await_registered(), calls.checked_seconds(timeout))
+            return await asyncio.wait_for(self._await_registered(), checks.seconds(timeout))
         except asyncio.TimeoutError:
             raise late_error(self._client.target, "RegisterCache", timeout) from None
 
@@ -95,7 +95,7 @@ class AsyncSession:
             if self._error is not None:
                 raise self._error
             if self._closing:
-                raise closed_error(self._client.target)
+                raise session_closed_error(self._client.target)
             if (found := self._registered) is not None:
                 return found
             await asyncio.sleep(0)

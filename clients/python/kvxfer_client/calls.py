@@ -21,7 +21,7 @@ from kvxfer.core.resolve import BlockList
 from kvxfer.memory.handles import Handle
 from kvxfer.pb import transfer_pb2 as pb
 from kvxfer.wire.addresses import RankAddress
-from kvxfer.wire.fields import MAX_PAGE, MAX_SECONDS, duration
+from kvxfer.wire.fields import MAX_PAGE, duration
 from kvxfer.wire.requests import (
     PublishBlocks,
     RegisterCache,
@@ -31,7 +31,9 @@ from kvxfer.wire.requests import (
     register_to_pb,
     spec_to_pb,
 )
-from kvxfer.wire.tickets import Ticket, TicketRank, ticket_from_string
+from kvxfer.wire.tickets import Ticket, TicketRank
+from kvxfer_client import checks
+from kvxfer_client.channel import target_of
 from kvxfer_client.memory import SharedRegion
 from kvxfer_client.results import (
     LEASE_STATES_OUT,
@@ -66,16 +68,17 @@ DEFAULT_REGISTER_TIMEOUT: Final = 300.0
 class Origin:
     """Who calls: what both clients know.
 
-    :param target: the sidecar's engine listener, a gRPC target (``unix:/run/kvxfer/kvxfer.sock``).
+    :param target: the sidecar's engine listener, a gRPC target (``unix:/run/kvxfer/kvxfer.sock``) or the
+        socket's path (``/run/kvxfer/kvxfer.sock``).
     :param engine_id: the local engine; may stay empty where only :meth:`status` and :meth:`wait_ready` are called.
     :param timeout: deadline of calls that only ask, and what calls get on top that give the sidecar a time of its own,
         seconds.
     """
 
     def __init__(self, target: str = DEFAULT_TARGET, *, engine_id: str = "", timeout: float = DEFAULT_TIMEOUT) -> None:
-        self.target: Final = target
-        self.engine_id: Final = engine_id
-        self.timeout: Final = checked_seconds(timeout)
+        self.target: Final = target_of(checks.text(target, "target"))
+        self.engine_id: Final = checks.text(engine_id, "engine_id")
+        self.timeout: Final = checks.seconds(timeout)
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.target} engine {self.engine_id!r}>"
@@ -162,21 +165,21 @@ def register(
     """
     record = RegisterCache(
         engine_id=origin.engine_id,
-        rank=rank,
-        compatibility_key=compatibility_key,
-        layout=layout,
-        memory=_handles(memory),
-        dp_rank=_unsigned(dp_rank, "dp_rank"),
-        dp_size=_unsigned(dp_size, "dp_size"),
-        ranks=tuple(RankAddress(place, address) for place, address in ranks),
-        replace=replace,
+        rank=checks.instance(rank, Rank, "rank"),
+        compatibility_key=checks.text(compatibility_key, "compatibility_key"),
+        layout=checks.instance(layout, CacheLayout, "layout"),
+        memory=checks.handles(memory),
+        dp_rank=checks.small(dp_rank, "dp_rank"),
+        dp_size=checks.small(dp_size, "dp_size"),
+        ranks=checks.addresses(ranks),
+        replace=checks.flag(replace, "replace"),
     )
     request = register_to_pb(record)
 
     def parse(answer: pb.RegisterCacheResponse) -> Registered:
         return registered_from_pb(answer, record.engine_id, rank)
 
-    return Call("RegisterCache", request, parse, checked_seconds(timeout))
+    return Call("RegisterCache", request, parse, checks.seconds(timeout))
 
 
 #: Makes the call that registers a session's cache: how the memory is named, and whether it was registered before.
@@ -190,12 +193,12 @@ def held(
 
     def make(named: tuple[Handle, ...], again: bool) -> Call[Registered]:
         # Whoever is registered by the time that this one comes back is not to be driven out.
-        call = register(origin, layout, named, replace=replace and not again, **options)
+        call = register(origin, layout, named, replace=checks.flag(replace, "replace") and not again, **options)
         request: Any = call.request
         request.held = True
         return call
 
-    return _handles(memory), make
+    return checks.handles(memory), make
 
 
 def unregister(origin: Origin, incarnation: str = "", *, drain_timeout: float | None = None) -> Call[None]:
@@ -206,14 +209,18 @@ def unregister(origin: Origin, incarnation: str = "", *, drain_timeout: float | 
     :raises KvxferError: NOT_REGISTERED, STALE_INCARNATION, REGISTRATION_BUSY; and what every call may raise.
     """
     request = pb.UnregisterCacheRequest(
-        engine_id=origin.engine_id, incarnation=incarnation, drain_timeout=_duration(drain_timeout, "drain_timeout")
+        engine_id=origin.engine_id,
+        incarnation=checks.text(incarnation, "incarnation"),
+        drain_timeout=_duration(drain_timeout, "drain_timeout"),
     )
     return Call("UnregisterCache", request, _nothing, origin.timeout + (drain_timeout or 0.0))
 
 
 def hold(origin: Origin, incarnation: str, keep_leases: bool) -> Stream[None]:
     """Keeps a registration as long as it is open."""
-    request = pb.HoldRegistrationRequest(engine_id=origin.engine_id, incarnation=incarnation, keep_leases=keep_leases)
+    request = pb.HoldRegistrationRequest(
+        engine_id=origin.engine_id, incarnation=incarnation, keep_leases=checks.flag(keep_leases, "keep_leases")
+    )
     return Stream("HoldRegistration", request, _nothing)
 
 
@@ -237,10 +244,15 @@ def handshake(
     """
     whom: Ticket | Target
     if isinstance(remote, RemoteEngine):
-        whom = Target(remote.engine_id, tuple(TicketRank(rank, "", address) for rank, address in remote.ranks))
+        ranks = checks.addresses(remote.ranks, "remote.ranks")
+        whom = Target(checks.text(remote.engine_id, "remote.engine_id"), tuple(TicketRank(r, "", a) for r, a in ranks))
+    elif isinstance(remote, Ticket | str):
+        whom = checks.ticket(remote)
     else:
-        whom = _ticket(remote)
-    within = origin.timeout if timeout is None else checked_seconds(timeout)
+        raise checks.wrong_type(remote, "remote", "a Ticket, its string, or a RemoteEngine")
+    if options is not None:
+        checks.instance(options, PairingOptions, "options")
+    within = origin.timeout if timeout is None else checks.seconds(timeout)
     request = handshake_to_pb(origin.engine_id, whom, options, within)
     return Call("Handshake", request, lambda answer: plan_from_pb(answer.plan), origin.timeout + within)
 
@@ -313,7 +325,7 @@ def read_prepared(
     :param wait: as for :meth:`read`, and ``timeout``.
     :raises KvxferError: TRANSFER_UNKNOWN, and as :meth:`read`.
     """
-    request = pb.ReadBlocksRequest(engine_id=origin.engine_id, transfer_id=transfer_id)
+    request = pb.ReadBlocksRequest(engine_id=origin.engine_id, transfer_id=checks.text(transfer_id, "transfer_id"))
     return _read(origin, request, transfer_id, wait, timeout)
 
 
@@ -322,7 +334,7 @@ def get_transfer(origin: Origin, transfer_id: str) -> Call[TransferInfo]:
 
     :raises KvxferError: NOT_REGISTERED, TRANSFER_UNKNOWN; and what every call may raise.
     """
-    request = pb.GetTransferRequest(engine_id=origin.engine_id, transfer_id=transfer_id)
+    request = pb.GetTransferRequest(engine_id=origin.engine_id, transfer_id=checks.text(transfer_id, "transfer_id"))
     return Call("GetTransfer", request, _transfer, origin.timeout, facts={"transfer_id": transfer_id})
 
 
@@ -334,9 +346,11 @@ def cancel(origin: Origin, transfer_id: str, *, timeout: float | None = None) ->
     :param timeout: seconds; ``None``: the client's ``timeout``.
     :raises KvxferError: NOT_REGISTERED, TRANSFER_UNKNOWN; and what every call may raise.
     """
-    within = origin.timeout if timeout is None else checked_seconds(timeout)
+    within = origin.timeout if timeout is None else checks.seconds(timeout)
     request = pb.CancelTransferRequest(
-        engine_id=origin.engine_id, transfer_id=transfer_id, timeout=_duration(within, "timeout")
+        engine_id=origin.engine_id,
+        transfer_id=checks.text(transfer_id, "transfer_id"),
+        timeout=_duration(within, "timeout"),
     )
     return Call("CancelTransfer", request, _transfer, origin.timeout + within, facts={"transfer_id": transfer_id})
 
@@ -348,13 +362,11 @@ def list_transfers(origin: Origin, states: Iterable[TransferState] = (), *, page
     :param page_size: transfers asked for at a time; 0: the sidecar's choice.
     :raises KvxferError: while iterating: NOT_REGISTERED; and what every call may raise.
     """
-    wanted = tuple(states)
-    if TransferState.UNKNOWN in wanted:
-        raise KvxferError(Reason.FIELD_INVALID, "there is no asking for transfers of unknown states", field="states")
+    wanted = checks.states(states, TransferState, TransferState.UNKNOWN)
     request = pb.ListTransfersRequest(
         engine_id=origin.engine_id,
-        states=[STATES_OUT[TransferState(state)] for state in wanted],
-        page_size=_unsigned(page_size, "page_size"),
+        states=[STATES_OUT[state] for state in wanted],
+        page_size=checks.small(page_size, "page_size"),
     )
 
     def parse(answer: pb.ListTransfersResponse) -> Sequence[TransferInfo]:
@@ -365,7 +377,9 @@ def list_transfers(origin: Origin, states: Iterable[TransferState] = (), *, page
 
 def watch(origin: Origin, include_current: bool) -> Stream[TransferInfo]:
     """The changes of all transfers."""
-    request = pb.WatchTransfersRequest(engine_id=origin.engine_id, include_current=include_current)
+    request = pb.WatchTransfersRequest(
+        engine_id=origin.engine_id, include_current=checks.flag(include_current, "include_current")
+    )
 
     def parse(message: pb.WatchTransfersResponse) -> TransferInfo | None:
         return transfer_from_pb(message.event.transfer) if message.HasField("event") else None
@@ -405,13 +419,13 @@ def publish(
     """
     record = PublishBlocks(
         engine_id=origin.engine_id,
-        incarnation=incarnation,
-        request_id=request_id,
-        blocks=tuple(blocks),
-        num_tokens=num_tokens,
-        lease_token=lease_token,
-        ttl=None if ttl is None else checked_seconds(ttl, "ttl"),
-        readers=readers,
+        incarnation=checks.text(incarnation, "incarnation"),
+        request_id=checks.text(request_id, "request_id"),
+        blocks=checks.blocks(blocks, "blocks"),
+        num_tokens=checks.tokens(num_tokens, "num_tokens"),
+        lease_token=checks.token(lease_token),
+        ttl=None if ttl is None else checks.seconds(ttl, "ttl"),
+        readers=None if readers is None else checks.small(readers, "readers"),
     )
     return Call("PublishBlocks", publish_to_pb(record), lambda answer: seconds_of(answer.expires_in), origin.timeout)
 
@@ -426,7 +440,10 @@ def renew(origin: Origin, request_id: str, lease_token: bytes, *, ttl: float | N
         every call may raise.
     """
     request = pb.RenewLeaseRequest(
-        engine_id=origin.engine_id, request_id=request_id, lease_token=lease_token, ttl=_duration(ttl, "ttl")
+        engine_id=origin.engine_id,
+        request_id=checks.text(request_id, "request_id"),
+        lease_token=checks.token(lease_token),
+        ttl=_duration(ttl, "ttl"),
     )
     return Call("RenewLease", request, lambda answer: seconds_of(answer.expires_in), origin.timeout)
 
@@ -438,13 +455,11 @@ def list_leases(origin: Origin, states: Iterable[LeaseState] = (), *, page_size:
     :param page_size: requests asked for at a time; 0: the sidecar's choice.
     :raises KvxferError: while iterating: NOT_REGISTERED; and what every call may raise.
     """
-    wanted = tuple(states)
-    if LeaseState.UNKNOWN in wanted:
-        raise KvxferError(Reason.FIELD_INVALID, "there is no asking for leases of unknown states", field="states")
+    wanted = checks.states(states, LeaseState, LeaseState.UNKNOWN)
     request = pb.ListLeasesRequest(
         engine_id=origin.engine_id,
-        states=[LEASE_STATES_OUT[LeaseState(state)] for state in wanted],
-        page_size=_unsigned(page_size, "page_size"),
+        states=[LEASE_STATES_OUT[state] for state in wanted],
+        page_size=checks.small(page_size, "page_size"),
     )
 
     def parse(answer: pb.ListLeasesResponse) -> Sequence[LeaseInfo]:
@@ -455,7 +470,9 @@ def list_leases(origin: Origin, states: Iterable[LeaseState] = (), *, page_size:
 
 def watch_leases(origin: Origin, include_current: bool) -> Stream[LeaseInfo]:
     """What becomes of all published requests."""
-    request = pb.WatchLeasesRequest(engine_id=origin.engine_id, include_current=include_current)
+    request = pb.WatchLeasesRequest(
+        engine_id=origin.engine_id, include_current=checks.flag(include_current, "include_current")
+    )
 
     def parse(message: pb.WatchLeasesResponse) -> LeaseInfo | None:
         return lease_from_pb(message.event.lease) if message.HasField("event") else None
@@ -469,7 +486,11 @@ def withdraw(origin: Origin, request_id: str, lease_token: bytes) -> Call[float]
     :returns: seconds for which reads that were granted may still go on; the blocks may be freed only then.  0: now.
     :raises KvxferError: NOT_REGISTERED, LEASE_UNKNOWN, LEASE_TOKEN_MISMATCH; and what every call may raise.
     """
-    request = pb.WithdrawBlocksRequest(engine_id=origin.engine_id, request_id=request_id, lease_token=lease_token)
+    request = pb.WithdrawBlocksRequest(
+        engine_id=origin.engine_id,
+        request_id=checks.text(request_id, "request_id"),
+        lease_token=checks.token(lease_token),
+    )
     return Call("WithdrawBlocks", request, lambda answer: seconds_of(answer.held_for), origin.timeout)
 
 
@@ -505,7 +526,7 @@ def wait_ready(origin: Origin, timeout: float = DEFAULT_TIMEOUT) -> Call[Status]
             raise KvxferError(Reason.SHUTTING_DOWN, f"the sidecar at {origin.target} is stopping", target=origin.target)
         return status_from_pb([answer])
 
-    return Call("GetStatus", pb.GetStatusRequest(), parse, checked_seconds(timeout), wait_for_ready=True)
+    return Call("GetStatus", pb.GetStatusRequest(), parse, checks.seconds(timeout), wait_for_ready=True)
 
 
 # -- parts ------------------------------------------------------------------------------------------------------------
@@ -519,35 +540,8 @@ def signature_of(build: Callable[..., Call[Any]]) -> inspect.Signature:
     return signature.replace(parameters=[me.replace(name="self"), *others], return_annotation=answer)
 
 
-def checked_seconds(value: float, name: str = "timeout") -> float:
-    """A duration that may be asked for: more than 0, at most a day.  :raises KvxferError: FIELD_INVALID."""
-    if not 0 < value <= MAX_SECONDS:  # also refuses NaN
-        raise KvxferError(
-            Reason.FIELD_INVALID,
-            f"{name} is {value} s; it must be more than 0 and at most {MAX_SECONDS} s",
-            field=name,
-            value=value,
-            maximum=MAX_SECONDS,
-        )
-    return value
-
-
 def _duration(value: float | None, name: str) -> Any:
-    return None if value is None else duration(checked_seconds(value, name))
-
-
-def _unsigned(value: int, name: str) -> int:
-    if not 0 <= value < 2**32:
-        raise KvxferError(Reason.FIELD_INVALID, f"{name} is {value}; allowed are 0 and up", field=name, value=value)
-    return value
-
-
-def _handles(memory: Sequence[Handle | SharedRegion]) -> tuple[Handle, ...]:
-    return tuple(m.handle if isinstance(m, SharedRegion) else m for m in memory)
-
-
-def _ticket(ticket: Ticket | str) -> Ticket:
-    return ticket_from_string(ticket) if isinstance(ticket, str) else ticket
+    return None if value is None else duration(checks.seconds(value, name))
 
 
 def _spec(
@@ -561,19 +555,19 @@ def _spec(
     # Chosen on this side, so that the caller can ask for the transfer when the answer has been lost.
     return spec_to_pb(
         origin.engine_id,
-        _ticket(ticket),
-        local_blocks,
-        transfer_id=transfer_id or uuid.uuid4().hex,
-        skip_tokens=skip_tokens,
-        num_tokens=num_tokens,
+        checks.ticket(ticket),
+        checks.blocks(local_blocks, "local_blocks"),
+        transfer_id=checks.text(transfer_id, "transfer_id") or uuid.uuid4().hex,
+        skip_tokens=checks.tokens(skip_tokens, "skip_tokens"),
+        num_tokens=None if num_tokens is None else checks.tokens(num_tokens, "num_tokens"),
     )
 
 
 def _read(
     origin: Origin, request: pb.ReadBlocksRequest, transfer_id: str, wait: bool, timeout: float
 ) -> Call[TransferInfo]:
-    request.wait = wait
-    request.timeout.CopyFrom(duration(checked_seconds(timeout)))
+    request.wait = checks.flag(wait, "wait")
+    request.timeout.CopyFrom(duration(checks.seconds(timeout)))
     # The sidecar's own limit comes first, so that a read which takes too long is answered with its reason.
     deadline = origin.timeout + (timeout if wait else 0.0)
     return Call("ReadBlocks", request, _transfer, deadline, facts={"transfer_id": transfer_id})

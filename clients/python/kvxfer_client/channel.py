@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Final
@@ -38,13 +39,21 @@ _UNANSWERED: Final = "grpc_code"
 
 
 @contextmanager
-def told_as_kvxfer_errors(target: str, method: str, facts: Mapping[str, str]) -> Iterator[None]:
-    """Failures of the call inside become :class:`KvxferError`."""
+def told_as_kvxfer_errors(
+    target: str, method: str, facts: Mapping[str, str], waited: float | None = None
+) -> Iterator[None]:
+    """Failures of the call inside become :class:`KvxferError`.
+
+    :param waited: the deadline of a call that waits for somebody to be there, seconds.
+    """
     try:
         yield
     except grpc.RpcError as error:
         failure: Any = error  # what is raised is the call itself, with code and details
-        raise error_of(failure, target, method, facts) from error
+        if waited is not None and failure.code() is grpc.StatusCode.DEADLINE_EXCEEDED and (why := unreachable(target)):
+            raise nobody_error(target, method, waited, why) from None
+        # Its code is in the metadata; its traceback says nothing to whoever made the call.
+        raise error_of(failure, target, method, facts) from None
 
 
 def error_of(failure: RpcFailure, target: str, method: str, facts: Mapping[str, str]) -> KvxferError:
@@ -63,10 +72,52 @@ def error_of(failure: RpcFailure, target: str, method: str, facts: Mapping[str, 
     if _UNANSWERED in error.metadata:
         values |= {"target": target, "method": method}
         message = f"{method} at {target}: {message}"
+        if failure.code() is grpc.StatusCode.UNIMPLEMENTED:
+            message += "; this may be a sidecar's peer listener: give its engine socket"
     delay = retry_delay(status)
     if delay is not None:
         values["retry_delay_s"] = f"{delay:g}"
     return KvxferError(error.reason, message, field=error.field, **values)
+
+
+def target_of(target: str) -> str:
+    """What gRPC is given: a path is a unix socket."""
+    return f"unix:{target}" if target.startswith("/") else target
+
+
+def unreachable(target: str) -> str:
+    """Why a unix socket takes no connection, as the system says it; empty where it does, or where it is none."""
+    scheme, _, path = target.partition(":")
+    if scheme != "unix":
+        return ""
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as tried:
+            tried.setblocking(False)
+            tried.connect(path.removeprefix("//") if path.startswith("///") else path)
+    except BlockingIOError:
+        return ""
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
+
+
+def nobody_error(target: str, method: str, waited: float, why: str) -> KvxferError:
+    """What a call gets that has waited in vain, seconds, for somebody to be there."""
+    message = f"nobody answered at {target} within {waited:g} s: {why}; is the sidecar running, and is this its engine "
+    return KvxferError(
+        Reason.DEADLINE_EXCEEDED,
+        f"{message}socket?",
+        target=target,
+        method=method,
+        timeout_s=f"{waited:g}",
+        cause=why,
+        grpc_code="DEADLINE_EXCEEDED",
+    )
+
+
+def session_closed_error(target: str) -> KvxferError:
+    """What is told of a session that its owner has closed."""
+    return KvxferError(Reason.FIELD_INVALID, f"the session at {target} is closed", field="session", target=target)
 
 
 def closed_error(target: str) -> KvxferError:

@@ -15,7 +15,7 @@ from kvxfer.core.errors import KvxferError
 from kvxfer.core.layout import CacheLayout, Rank
 from kvxfer.memory.handles import Handle
 from kvxfer.pb import transfer_pb2_grpc
-from kvxfer_client import calls
+from kvxfer_client import calls, checks
 from kvxfer_client.calls import (
     DEFAULT_REGISTER_TIMEOUT,
     DEFAULT_TARGET,
@@ -64,9 +64,16 @@ class Client(Origin):
     """
 
     def __init__(self, target: str = DEFAULT_TARGET, *, engine_id: str = "", timeout: float = DEFAULT_TIMEOUT) -> None:
-        """See :class:`Origin` for the arguments."""
+        """Connect when the first call is made.
+
+        :param target: the sidecar's engine listener, a gRPC target (``unix:/run/kvxfer/kvxfer.sock``) or the socket's
+            path (``/run/kvxfer/kvxfer.sock``).
+        :param engine_id: the local engine; may stay empty where only :meth:`status` and :meth:`wait_ready` are called.
+        :param timeout: deadline of calls that only ask, and what calls get on top that give the sidecar a time of its
+            own, seconds.
+        """
         super().__init__(target, engine_id=engine_id, timeout=timeout)
-        self._channel = grpc.insecure_channel(target, options=OPTIONS)
+        self._channel = grpc.insecure_channel(self.target, options=OPTIONS)
         self._stub = transfer_pb2_grpc.KvTransferStub(self._channel)
         self._closed = False
 
@@ -84,15 +91,32 @@ class Client(Origin):
     wait_ready = _blocking(calls.wait_ready)
 
     def list_transfers(self, states: Iterable[TransferState] = (), *, page_size: int = 0) -> Iterator[TransferInfo]:
-        """See :func:`kvxfer_client.calls.list_transfers`; pages are asked for as the iterator gets to them."""
+        """All transfers of the engine that the sidecar remembers, newest first.
+
+        Pages are asked for as the iterator gets to them.
+
+        :param states: only these; none: all.
+        :param page_size: transfers asked for at a time; 0: the sidecar's choice.
+        :raises KvxferError: FIELD_INVALID; while iterating: NOT_REGISTERED; and what every call may raise.
+        """
         return self._pages(calls.list_transfers(self, states, page_size=page_size))
 
     def list_leases(self, states: Iterable[LeaseState] = (), *, page_size: int = 0) -> Iterator[LeaseInfo]:
-        """See :func:`kvxfer_client.calls.list_leases`; pages are asked for as the iterator gets to them."""
+        """All published requests of the engine that the sidecar remembers, newest first.
+
+        Pages are asked for as the iterator gets to them.
+
+        :param states: only these; none: all.
+        :param page_size: published requests asked for at a time; 0: the sidecar's choice.
+        :raises KvxferError: FIELD_INVALID; while iterating: NOT_REGISTERED; and what every call may raise.
+        """
         return self._pages(calls.list_leases(self, states, page_size=page_size))
 
     def status(self) -> Status:
-        """What the sidecar is, holds and is connected to.  :raises KvxferError: what every call may raise."""
+        """What the sidecar is, holds and is connected to.
+
+        :raises KvxferError: what every call may raise.
+        """
         return status_from_pb(self._pages(calls.status_pages(self)))
 
     def watch(self, *, include_current: bool = False, timeout: float | None = None) -> Watch[TransferInfo]:
@@ -161,7 +185,7 @@ class Client(Origin):
             memory,
             compatibility_key=compatibility_key,
             rank=rank,
-            ranks=tuple(ranks),
+            ranks=checks.addresses(ranks),
             dp_rank=dp_rank,
             dp_size=dp_size,
             replace=replace,
@@ -194,16 +218,16 @@ class Client(Origin):
         return call.parse(self._send(call, call.request))
 
     def _send(self, call: Call[Any], request: Any) -> Any:
-        with self._open(call.method, call.facts):
+        with self._open(call.method, call.facts, call.deadline if call.wait_for_ready else None):
             return getattr(self._stub, call.method)(request, timeout=call.deadline, wait_for_ready=call.wait_for_ready)
 
     @contextmanager
-    def _open(self, method: str, facts: Mapping[str, str]) -> Iterator[None]:
+    def _open(self, method: str, facts: Mapping[str, str], waited: float | None = None) -> Iterator[None]:
         """Around a call: it needs a channel that is open, and fails with errors of ours."""
         if self._closed:
             raise closed_error(self.target)
         try:
-            with told_as_kvxfer_errors(self.target, method, facts):
+            with told_as_kvxfer_errors(self.target, method, facts, waited):
                 yield
         except ValueError:
             # Closed by another thread before the call began.
@@ -234,7 +258,7 @@ class Watch(Generic[T]):
         self._stream = stream
         self._closed = False
         self._first: Any = None
-        limit = None if timeout is None else calls.checked_seconds(timeout)
+        limit = None if timeout is None else checks.seconds(timeout)
         with client._open(stream.method, {}):
             self._call = getattr(client._stub, stream.method)(stream.request, timeout=limit)
 

@@ -11,8 +11,8 @@ layer's blocks into a region::
     )
 
 Components have the names that kvxfer's own presets give them, so that the two pair with one another.  Sizes, offsets
-and strides are bytes.  Which units a rank holds is always said with a :class:`UnitRange`; :func:`share` makes the usual
-ones.
+and strides are bytes.  Which units a rank holds is always said with a
+:class:`~kvxfer_client.UnitRange`; :func:`share` makes the usual ones.
 """
 
 from __future__ import annotations

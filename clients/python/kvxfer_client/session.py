@@ -13,9 +13,9 @@ import grpc
 
 from kvxfer.core.errors import KvxferError, Reason
 from kvxfer.memory.handles import Handle
-from kvxfer_client import calls
+from kvxfer_client import calls, checks
 from kvxfer_client.calls import DEFAULT_TIMEOUT, Call, MakeRegister
-from kvxfer_client.channel import closed_error, late_error
+from kvxfer_client.channel import closed_error, late_error, session_closed_error
 from kvxfer_client.life import GONE, Follow, Found, Hold, Lost, Plan, Register, Sleep, Step, plan
 from kvxfer_client.results import Registered
 
@@ -96,13 +96,13 @@ class Session:
         :param timeout: seconds.
         :raises KvxferError: DEADLINE_EXCEEDED; what ended the session; FIELD_INVALID where it was closed.
         """
-        deadline = time.monotonic() + calls.checked_seconds(timeout)
+        deadline = time.monotonic() + checks.seconds(timeout)
         while True:
             settled = self._settled.wait(max(0.0, deadline - time.monotonic()))
             if self._error is not None:
                 raise self._error
             if self._closing.is_set():
-                raise closed_error(self._client.target)
+                raise session_closed_error(self._client.target)
             if (found := self._registered) is not None:
                 return found
             if not settled:

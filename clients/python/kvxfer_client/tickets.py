@@ -7,9 +7,9 @@ from collections.abc import Iterable, Sequence
 
 from kvxfer.core.errors import KvxferError, Reason
 from kvxfer.core.resolve import BlockList
-from kvxfer.wire.blocks import tokens
 from kvxfer.wire.fields import TOKEN_BYTES
 from kvxfer.wire.tickets import Ticket, TicketRank, ticket_to_pb
+from kvxfer_client import checks
 
 
 def new_lease_token() -> bytes:
@@ -40,21 +40,25 @@ def make_ticket(
     :param ttl: how long the blocks are held from now on, seconds; at most a day.
     :raises KvxferError: FIELD_INVALID, GROUP_MISMATCH, BLOCK_OUT_OF_RANGE, RANGE_INVALID, STATE_POSITION_MISMATCH.
     """
-    by_number = tuple(sorted(ranks, key=lambda r: r.rank.number))
+    places = [
+        checks.instance(place, TicketRank, f"ranks[{i}]")
+        for i, place in enumerate(checks.each(ranks, "ranks", "a sequence of TicketRanks"))
+    ]
+    by_number = tuple(sorted(places, key=lambda r: r.rank.number))
     if not by_number:
         raise KvxferError(Reason.FIELD_INVALID, "ranks are empty; a ticket names every rank", field="ranks")
     first = by_number[0].rank
     ticket = Ticket(
-        engine_id=engine_id,
-        compatibility_key=compatibility_key,
+        engine_id=checks.text(engine_id, "engine_id"),
+        compatibility_key=checks.text(compatibility_key, "compatibility_key"),
         tp_size=first.tp_size,
         pp_size=first.pp_size,
         ranks=by_number,
-        request_id=request_id,
-        blocks=tuple(blocks),
-        num_tokens=tokens(num_tokens, "ticket.num_tokens", 1),
-        lease_token=lease_token,
-        ttl=ttl,
+        request_id=checks.text(request_id, "request_id"),
+        blocks=checks.blocks(blocks, "blocks"),
+        num_tokens=checks.tokens(num_tokens, "ticket.num_tokens", 1),
+        lease_token=checks.token(lease_token, "ticket.lease_token"),
+        ttl=checks.seconds(ttl, "ticket.ttl"),
     )
     # Whoever makes a bad ticket shall hear of it here, not D.
     ticket_to_pb(ticket)
