@@ -5,9 +5,9 @@ late, at most by :data:`PATIENCE`; then the answer is what was there when it las
 A loop that does not come round at all is what ``/healthz`` is there to tell.
 
 Clients that are slow or many cost little: so many threads at most (:data:`MOST_AT_ONCE`), each for so long
-(:data:`DEADLINE`), one request a connection.  Nor do they keep others away, or whoever holds some connections open could
-make ``/healthz`` fail, and the sidecar be restarted: where all threads are taken, the connection that has been silent for
-longest makes room.
+(:data:`DEADLINE`), one request a connection.  Nor do they keep others away, or whoever holds some connections open
+could make ``/healthz`` fail, and the sidecar be restarted: where all threads are taken, the connection that has been
+silent for longest makes room.
 """
 
 from __future__ import annotations
