@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -136,5 +137,5 @@ def test_the_mark_of_a_host_tells_nothing_else_of_it(monkeypatch: pytest.MonkeyP
     assert mark == host_mark()
     assert len(mark) == 32
     assert transport._BOOT_ID.read_text().strip().replace("-", "") not in mark
-    monkeypatch.setattr(transport, "_BOOT_ID", transport.Path(f"{tmp_path}/nothing"))
+    monkeypatch.setattr(transport, "_BOOT_ID", Path(f"{tmp_path}/nothing"))
     assert host_mark() == ""
