@@ -5,7 +5,9 @@ late, at most by :data:`PATIENCE`; then the answer is what was there when it las
 A loop that does not come round at all is what ``/healthz`` is there to tell.
 
 Clients that are slow or many cost little: so many threads at most (:data:`MOST_AT_ONCE`), each for so long
-(:data:`DEADLINE`), one request a connection.
+(:data:`DEADLINE`), one request a connection.  Nor do they keep others away, or whoever holds some connections open
+could make ``/healthz`` fail, and the sidecar be restarted: where all threads are taken, the connection that has been
+silent for longest makes room.
 """
 
 from __future__ import annotations
@@ -36,7 +38,8 @@ log = structlog.get_logger()
 
 #: How long a thread waits for the event loop, seconds.
 PATIENCE: Final = 1.0
-#: Connections that are served at once; another one is told to come back.
+#: Connections that are served at once; another one takes the place of one that has not asked yet, or is told to come
+#: back where all have.
 MOST_AT_ONCE: Final = 8
 #: How long a connection may take in all, seconds.
 DEADLINE: Final = 10.0
@@ -44,6 +47,7 @@ DEADLINE: Final = 10.0
 _TURN: Final = 0.5
 
 _HANGS: Final = "the event loop does not come round"
+_OPEN: Final = "application/openmetrics-text"
 _PLAIN: Final = "text/plain; charset=utf-8"
 _BUSY: Final = b"HTTP/1.0 503 Service Unavailable\r\nContent-Length: 0\r\nRetry-After: 1\r\nConnection: close\r\n\r\n"
 
@@ -150,6 +154,7 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         """Answer, whatever goes wrong."""
         path = self.path.partition("?")[0]
+        self.server.asked(self.connection)
         try:
             if path == "/metrics":
                 self._metrics()
@@ -172,7 +177,8 @@ class _Handler(BaseHTTPRequestHandler):
             if families is None:
                 self._answer(503, "the event loop has not come round yet")
                 return
-            encode, kind = choose_encoder(self.headers.get("Accept", ""))
+            # Nothing else of what a client accepts is looked at: it may be anything.
+            encode, kind = choose_encoder(_OPEN if _OPEN in self.headers.get("Accept", "") else "")
             body: bytes = encode(_Collected(families))
         except OSError:
             raise
@@ -218,17 +224,19 @@ class WebServer(ThreadingHTTPServer):
 
     daemon_threads = True
     block_on_close = False
-    request_queue_size = 16
+    request_queue_size = 128
 
     def __init__(self, host: str, port: int, monitor: Monitor) -> None:
         self.monitor: Final = monitor
         self._slots = threading.Semaphore(MOST_AT_ONCE)
+        # Of all connections, in the order of their coming; and which of them have sent no request yet.
         self._deadlines: dict[Any, float] = {}
+        self._silent: set[Any] = set()
         try:
             # Of a name that has several addresses the first is taken.
             self.address_family, address = places(host, port)[0]
             super().__init__(address, _Handler)
-        except OSError as error:
+        except (OSError, TypeError, ValueError) as error:  # a host that cannot be a name is one of the latter two
             where = f"{host}:{port}"
             raise KvxferError(
                 Reason.FIELD_INVALID, f"metrics cannot bind {where}: {error}", field="http_port", address=where
@@ -258,13 +266,14 @@ class WebServer(ThreadingHTTPServer):
         self.server_name, self.server_port = str(self.server_address[0]), self.port
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """A thread for a connection, where one is free."""
-        if not self._slots.acquire(blocking=False):
+        """A thread for a connection, where one is free or can be had."""
+        if not self._slots.acquire(blocking=False) and not (self._make_room() and self._slots.acquire(blocking=False)):
             with contextlib.suppress(OSError):
                 request.settimeout(0.0)
                 request.sendall(_BUSY)
             self.shutdown_request(request)
             return
+        self._silent.add(request)
         self._deadlines[request] = time.monotonic() + DEADLINE
         try:
             super().process_request(request, client_address)
@@ -279,7 +288,21 @@ class WebServer(ThreadingHTTPServer):
         finally:
             self._done(request)
 
+    def asked(self, request: Any) -> None:
+        """A connection has sent its request; on its thread."""
+        self._silent.discard(request)
+
+    def _make_room(self) -> bool:
+        """Hang up on the connection that has been silent for longest; its thread ends by itself."""
+        for request in list(self._deadlines):
+            if request in self._silent:
+                _hang_up(request)
+                self._done(request)
+                return True
+        return False
+
     def _done(self, request: Any) -> None:
+        self._silent.discard(request)
         if self._deadlines.pop(request, None) is not None:
             self._slots.release()
 
@@ -288,9 +311,13 @@ class WebServer(ThreadingHTTPServer):
         now = time.monotonic()
         for request, until in list(self._deadlines.items()):
             if now >= until:
-                with contextlib.suppress(OSError):
-                    request.shutdown(socket.SHUT_RDWR)
+                _hang_up(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Whatever a client does is no matter for the log."""
         log.debug("http connection failed", client=client_address[0])
+
+
+def _hang_up(connection: Any) -> None:
+    with contextlib.suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)

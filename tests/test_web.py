@@ -152,28 +152,65 @@ def test_a_scrape_that_fails_is_contained(scene: Scene) -> None:
     assert scrape(scene.port).sum("kvxfer_x_total") == 2
 
 
-def test_slow_clients_are_hung_up_on_and_others_served(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As many as there are threads, each sending a byte now and then; then they are over their time."""
-    monkeypatch.setattr(web, "DEADLINE", 1.5)
-    slow = [socket.create_connection(("127.0.0.1", scene.port)) for _ in range(web.MOST_AT_ONCE)]
+@contextlib.contextmanager
+def connected(scene: Scene, sent: bytes) -> Iterator[list[socket.socket]]:
+    """As many clients as there are threads, each of which has sent this."""
+    clients = [socket.create_connection(("127.0.0.1", scene.port)) for _ in range(web.MOST_AT_ONCE)]
     try:
+        for client in clients:
+            client.sendall(sent)
         deadline = time.monotonic() + 5
         while len(scene.server._deadlines) < web.MOST_AT_ONCE:
             assert time.monotonic() < deadline
             time.sleep(0.005)
-        assert get(scene.port, "/metrics").status == 503  # told at once
-        done = False
-        while not done:
+        yield clients
+    finally:
+        for client in clients:
+            client.close()
+
+
+def test_slow_clients_are_hung_up_on(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each sends a byte now and then; then they are over their time."""
+    monkeypatch.setattr(web, "DEADLINE", 1.5)
+    with connected(scene, b"G") as slow:
+        deadline = time.monotonic() + 5
+        while scene.server._deadlines:
             assert time.monotonic() < deadline
             for client in slow:
                 with contextlib.suppress(OSError):
                     client.send(b"G")
             time.sleep(0.05)
-            done = not scene.server._deadlines
         assert scrape(scene.port).sum("kvxfer_x_total") == 2
-    finally:
-        for client in slow:
-            client.close()
+
+
+def test_slow_clients_keep_no_probe_away(scene: Scene) -> None:
+    """A liveness probe that fails restarts the sidecar: nobody can make it fail by holding connections open."""
+    with connected(scene, b"GET /hea"):
+        for _ in range(3 * web.MOST_AT_ONCE):
+            assert get(scene.port, "/healthz").status == 200
+    deadline = time.monotonic() + 5
+    while scene.server._deadlines:
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    assert scene.server._slots._value == web.MOST_AT_ONCE  # none was given back twice
+
+
+def test_a_client_that_waits_for_its_answer_keeps_its_place(scene: Scene) -> None:
+    with scene.busy(), connected(scene, b"GET /metrics HTTP/1.0\r\n\r\n") as waiting:
+        deadline = time.monotonic() + 5
+        while scene.server._silent:
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
+        assert get(scene.port, "/metrics").status == 503  # told at once
+        for client in waiting:
+            assert client.recv(12) == b"HTTP/1.0 503"  # the loop has never come round
+
+
+def test_what_a_client_accepts_may_be_anything(scene: Scene) -> None:
+    for accepted in (b"\xff", b"application/openmetrics-text; version=\xff", b"text/plain; version=;;,"):
+        with socket.create_connection(("127.0.0.1", scene.port)) as client:
+            client.sendall(b"GET /metrics HTTP/1.1\r\nAccept: " + accepted + b"\r\n\r\n")
+            assert client.recv(12) == b"HTTP/1.0 200"
 
 
 @pytest.mark.parametrize(
@@ -250,6 +287,15 @@ def test_a_name_that_nobody_knows(scene: Scene) -> None:
     with pytest.raises(KvxferError, match=r"nowhere\.invalid:9100") as caught:
         WebServer("nowhere.invalid", 9100, scene.monitor)
     assert caught.value.field == "http_port"
+
+
+def test_a_host_that_is_none() -> None:
+    loop = asyncio.new_event_loop()
+    loop.close()
+    for host in ("nosuch.invalid", "\xfc" * 80, "a\0b", "300.1.1.1"):
+        with pytest.raises(KvxferError) as caught:
+            WebServer(host, 0, Monitor(loop, list, str))
+        assert (caught.value.reason, caught.value.field) == (Reason.FIELD_INVALID, "http_port")
 
 
 def test_a_closed_loop_is_not_alive() -> None:

@@ -13,11 +13,13 @@ from kvxfer.core.errors import KvxferError, Reason
 from kvxfer.core.layout import CacheLayout, Group, GroupKind, Rank
 from kvxfer.core.resolve import BlockList
 from kvxfer.models import EngineOptions, layout_of, model_spec
-from kvxfer.models.fields import Config
+from kvxfer.models.fields import Config, field_error
 from kvxfer.models.spec import ModelSpec
 
 #: A region of a single block has rows that no real cache has, so presets have at least two.
 FEWEST_BLOCKS: Final = 2
+#: Layers of all ranks of a preset, together; that many take seconds.
+MAX_RANK_LAYERS: Final = 2**14
 #: The longest prompt that may be asked about.
 MAX_PROMPT: Final = 2**24
 
@@ -47,6 +49,10 @@ class Engine:
         """
         spec = config if isinstance(config, ModelSpec) else model_spec(config)
         options = replace(options, num_blocks=max(options.num_blocks, FEWEST_BLOCKS))
+        if options.tp_size * spec.depth > MAX_RANK_LAYERS:
+            most = max(1, MAX_RANK_LAYERS // spec.depth)
+            allowed = f"1 to {most} for {spec.depth} layers: more would take too long to plan"
+            raise field_error("tp_size", options.tp_size, allowed)
         ranks = (
             Rank(tp, options.tp_size, pp, options.pp_size)
             for pp in range(options.pp_size)
@@ -115,6 +121,13 @@ class Engine:
             have blocks for, or than a preset can.
         """
         check_tokens(tokens)
+        return self.reaching(tokens)
+
+    def reaching(self, tokens: int) -> Engine:
+        """The same for so many tokens, which may be more than a prompt has: the blocks of another engine end later.
+
+        :raises KvxferError: as :meth:`holding`.
+        """
         ends = {b.group: int(np.max(b.ids)) + 1 for b in self.blocks(tokens, tokens)}
         if self.options is not None and self.spec is not None:
             most = max(FEWEST_BLOCKS, *ends.values())

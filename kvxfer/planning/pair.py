@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Final
 
-from kvxfer.core.errors import KvxferError
+from kvxfer.core.errors import KvxferError, Reason
 from kvxfer.core.layout import CacheLayout, GroupKind, Rank
 from kvxfer.core.pairing import Member, PairingOptions, compile_plan
 from kvxfer.core.plan import Plan
 from kvxfer.core.resolve import BlockList, Read, Request, resolve
 from kvxfer.planning.engine import Engine
+
+#: Times that a layer of a P rank may be compared with the same layer of a D rank; that many take seconds.
+MAX_COMPARED: Final = 2**18
 
 
 class Refused(KvxferError):
@@ -43,11 +48,12 @@ class Pair:
         :param tokens: the longest prompt that will be asked about.
         :param options: what the D sidecars allow.
         :raises Refused: where a sidecar would refuse: LAYOUT_MISMATCH or TOO_MANY_DESCRIPTORS.
-        :raises KvxferError: FIELD_INVALID where the engines have no room for ``tokens``.
+        :raises KvxferError: FIELD_INVALID where the engines have no room for ``tokens``, or are too large.
         """
+        _check_size(p, d)
         if tokens is not None:
             d = d.holding(tokens)
-            p = p.holding(covered(d, tokens) if p.options is not None else tokens)
+            p = p.reaching(covered(d, tokens)) if p.options is not None else p.holding(tokens)
         remotes = [Member(rank, layout) for rank, layout in p.layouts.items()]
         plans = {}
         for rank, layout in d.layouts.items():
@@ -73,6 +79,31 @@ class Pair:
             return resolve(self.plans[rank], Request(local, self.p.blocks(reach, tokens), tokens))
         except KvxferError as error:
             raise Refused(rank, error) from error
+
+
+def _check_size(p: Engine, d: Engine) -> None:
+    """:raises KvxferError: FIELD_INVALID where compiling the plans would take minutes."""
+    on_p, on_d = _holders(p), _holders(d)
+    compared = sum(ranks * on_d[layer] for layer, ranks in on_p.items())
+    if compared > MAX_COMPARED:
+        sizes = f"{len(p.layouts)} ranks of P and {len(d.layouts)} of D"
+        raise KvxferError(
+            Reason.FIELD_INVALID,
+            f"{sizes} hold layers that would be compared {compared:,} times; allowed are {MAX_COMPARED:,}: give one of "
+            "them a smaller TP",
+            field="tp_size",
+            compared=compared,
+            maximum=MAX_COMPARED,
+        )
+
+
+def _holders(engine: Engine) -> Counter[str]:
+    """How many ranks hold each layer."""
+    return Counter(
+        layer
+        for layout in engine.layouts.values()
+        for layer in {view.layer for group in layout.groups for view in group.views}
+    )
 
 
 def covered(d: Engine, tokens: int) -> int:

@@ -152,7 +152,7 @@ class Events:
 
     def reader_met(self, reader: Reader) -> None:
         """A peer's rank has introduced itself, or says that it is alive."""
-        self._metrics.begin_reader(self._metrics.pair(self._engine_id, reader.engine_id), str(reader.rank))
+        self._metrics.begin_reader(self._metrics.stranger(self._engine_id, reader.engine_id), str(reader.rank))
 
     def read_granted(self, ref: ReadRef) -> None:
         """A peer's read is granted."""
@@ -164,7 +164,7 @@ class Events:
     def read_refused(self, ref: ReadRef, error: KvxferError) -> None:
         """A peer's read, or its renewal, is refused: its bytes do not count."""
         metrics, reader = self._metrics, ref.reader
-        labels = metrics.rank(metrics.pair(self._engine_id, reader.engine_id), str(reader.rank))
+        labels = metrics.rank(metrics.stranger(self._engine_id, reader.engine_id), str(reader.rank))
         metrics.reads_refused.add((*labels, error.reason.value))
         stale = error.reason in STALE
         self.reads_refused += 1
@@ -179,7 +179,7 @@ class Events:
         lost = Lost(reader.engine_id, reader.rank, address, reader.incarnation, True, why, time.monotonic())
         self.lost.append(lost)
         self.readers_lost += 1
-        self._metrics.readers_lost.add(self._metrics.pair(self._engine_id, reader.engine_id))
+        self._metrics.readers_lost.add(self._metrics.stranger(self._engine_id, reader.engine_id))
         self._log.warning("reader lost", **_of_lost(lost), reason=why.reason.value, detail=why.message)
 
     # -- publishing --------------------------------------------------------------------------------------------------

@@ -25,6 +25,10 @@ from kvxfer.service.meters import Counter, Family, Histogram, Kind, Labels, Spec
 MAX_PEERS: Final = 1_024
 #: Ranks of one remote engine that have series of their own; the others share the rank :data:`OTHER`.
 MAX_RANKS: Final = 64
+#: Of these, pairs with a remote engine that was only met, refused or fell silent, and ranks of each: whoever
+#: reaches the peer port may give itself any name, and takes nobody's place.  The others share the engine :data:`OTHER`.
+MAX_STRANGERS: Final = 64
+MAX_STRANGE_RANKS: Final = 16
 #: A pair that is not connected, and was not heard of for so long, is forgotten, seconds.
 FORGET_AFTER: Final = 900.0
 #: A reason where nothing went wrong.
@@ -163,8 +167,10 @@ class Metrics:
         self._all: Final[tuple[Counter | Histogram, ...]] = tuple(
             m for m in vars(self).values() if isinstance(m, Counter | Histogram)
         )
-        # When each pair was last heard of, in that order.
+        # When each pair was last heard of, in that order; those of the local engines alone, whose place nobody takes.
         self._pairs: dict[Labels, float] = {}
+        self._locals: dict[Labels, float] = {}
+        self._strangers: set[Labels] = set()
         self._ranks: dict[Labels, set[str]] = {}
 
     @property
@@ -175,27 +181,41 @@ class Metrics:
     def pair(self, engine: str, remote: str) -> Labels:
         """The labels of a pair of engines, which is heard of now.
 
-        :param remote: empty for what concerns the local engine alone.
+        :param remote: an engine that the local one has chosen to read from, or has granted a read.
         """
         pair = (engine, remote)
-        self._pairs.pop(pair, None)
-        if len(self._pairs) >= MAX_PEERS:
-            self._forget(next(iter(self._pairs)))
-        self._pairs[pair] = time.monotonic()
+        self._strangers.discard(pair)
+        self._heard(self._pairs, pair)
         return pair
+
+    def stranger(self, engine: str, remote: str) -> Labels:
+        """The same for a remote engine that nobody here has chosen: it may be called :data:`OTHER`."""
+        pair = (engine, remote)
+        if pair not in self._pairs:
+            if len(self._strangers) >= MAX_STRANGERS:
+                return self.pair(engine, OTHER)
+            self._strangers.add(pair)
+        self._heard(self._pairs, pair)
+        return pair
+
+    def _heard(self, known: dict[Labels, float], pair: Labels) -> None:
+        known.pop(pair, None)
+        if len(known) >= MAX_PEERS:
+            self._forget(next(iter(known)))
+        known[pair] = time.monotonic()
 
     def rank(self, pair: Labels, rank: str) -> Labels:
         """The labels of a rank of a pair's remote engine."""
         known = self._ranks.setdefault(pair, set())
         if rank not in known:
-            if len(known) >= MAX_RANKS:
+            if len(known) >= (MAX_STRANGE_RANKS if pair in self._strangers else MAX_RANKS):
                 rank = OTHER
             known.add(rank)
         return (*pair, rank)
 
     def local(self, engine: str) -> Labels:
         """The labels of what concerns a local engine alone."""
-        self.pair(engine, "")
+        self._heard(self._locals, (engine, ""))
         return (engine,)
 
     def begin_engine(self, engine: str) -> None:
@@ -224,16 +244,18 @@ class Metrics:
         :param now: monotonic seconds.
         :param connected: pairs that are not gone.
         """
-        for pair, heard in list(self._pairs.items()):
-            if now - heard < FORGET_AFTER:
-                break
-            if pair in connected:
-                self.pair(*pair)
-            else:
-                self._forget(pair)
+        for known in (self._pairs, self._locals):
+            for pair, heard in list(known.items()):
+                if now - heard < FORGET_AFTER:
+                    break
+                if pair in connected:
+                    self._heard(known, pair)
+                else:
+                    self._forget(pair)
 
     def _forget(self, pair: Labels) -> None:
-        del self._pairs[pair]
+        del (self._pairs if pair[1] else self._locals)[pair]
+        self._strangers.discard(pair)
         self._ranks.pop(pair, None)
         head = pair if pair[1] else pair[:1]
         for metric in self._all:

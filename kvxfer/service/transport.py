@@ -8,6 +8,7 @@ process to itself; until then its transport is not known.
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import os
 import socket
@@ -24,6 +25,9 @@ LEAST_BYTES: Final = 64 * 1024
 
 #: Where ``tcpi_bytes_received`` (64 bit) lies in Linux's ``struct tcp_info``.
 _RECEIVED: Final = 128
+#: Open descriptors of this process that are looked through at most: it is done while the event loop waits.
+MOST_DESCRIPTORS: Final = 2_048
+_LIBC: Final = ctypes.CDLL(None)
 _BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -52,36 +56,40 @@ def host_mark() -> str:
     return hashlib.sha256(b"kvxfer host " + boot.encode()).hexdigest()[:32]
 
 
-def received_over_tcp() -> int:
-    """Bytes that have come in over the TCP connections that this process has open."""
+def received_over_tcp() -> int | None:
+    """Bytes that have come in over the TCP connections that this process has open.
+
+    ``None`` where that cannot be told: the kernel does not list descriptors, or there are more than
+    :data:`MOST_DESCRIPTORS`.
+    """
     total = 0
-    for name in os.listdir("/proc/self/fd"):
-        try:
-            if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
-                continue
-            copy = os.dup(int(name))
-        except OSError:  # closed meanwhile
-            continue
-        with socket.socket(fileno=copy) as connection:
-            if connection.family in (socket.AF_INET, socket.AF_INET6) and connection.type == socket.SOCK_STREAM:
-                total += _received(connection)
-    return total
-
-
-def _received(connection: socket.socket) -> int:
+    # The descriptors are others', who may close them at any moment, or open something else under the same number.  So
+    # the kernel is asked about the number: what is no TCP connection has no answer.  A socket object, or a duplicate,
+    # would be one more owner, and Python may set it to another mode of blocking, which all owners share.
+    info, size = ctypes.create_string_buffer(_RECEIVED + 8), ctypes.c_uint32()
     try:
-        info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _RECEIVED + 8)
+        with os.scandir("/proc/self/fd") as listed:
+            for count, entry in enumerate(listed):
+                if count >= MOST_DESCRIPTORS:
+                    return None
+                size.value = len(info)
+                asked = _LIBC.getsockopt(int(entry.name), socket.IPPROTO_TCP, socket.TCP_INFO, info, ctypes.byref(size))
+                if asked == 0 and size.value == len(info):  # an older kernel tells less
+                    total += int(struct.unpack_from("=Q", info, _RECEIVED)[0])
     except OSError:
-        return 0
-    return int(struct.unpack_from("=Q", info, _RECEIVED)[0]) if len(info) >= _RECEIVED + 8 else 0
+        return None
+    return total
 
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """What was so when a read was posted."""
+    """What was so when a read was posted.
+
+    :param received: see :func:`received_over_tcp`.
+    """
 
     posts: int
-    received: int
+    received: int | None
 
 
 class Probe:
@@ -108,9 +116,12 @@ class Probe:
 
     def see(self, look: Look, size: int, results: list[ReadResult], *, one_host: bool) -> Transport:
         """What the read that was posted at ``look`` has shown; :meth:`ended` has not been called yet."""
-        if self._posts != look.posts or not results:
+        if self._posts != look.posts or not results or look.received is None:
             return Transport.UNKNOWN
-        return judge(received_over_tcp() - look.received, size, results, one_host=one_host)
+        received = received_over_tcp()
+        if received is None:
+            return Transport.UNKNOWN
+        return judge(received - look.received, size, results, one_host=one_host)
 
 
 def judge(received: int, size: int, results: list[ReadResult], *, one_host: bool) -> Transport:

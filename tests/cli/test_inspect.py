@@ -17,12 +17,13 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from kvxfer.cli.inspect.look import View, look, target_of
+from kvxfer.cli.inspect.look import MAX_PAGES, View, look, target_of
 from kvxfer.cli.inspect.show import NAMES, names, plain, sections, show
 from kvxfer.cli.inspect.watch import screen
 from kvxfer.core.errors import KvxferError, Reason
 from kvxfer.core.layout import Rank
 from kvxfer.pb import transfer_pb2 as pb
+from kvxfer.service.engine import EngineService
 from kvxfer.wire.peer import Reader
 from tests.support.errors import refusal
 from tests.support.loopback import Cluster, Reading, new_cluster, soon
@@ -221,6 +222,41 @@ async def test_some_tables_only(reading: Reading) -> None:
     with pytest.raises(KvxferError, match="--only has 'nothing'; allowed: sidecar, registrations"):
         names("leases,nothing")
     assert {s.name for s in sections(view)} == set(NAMES)
+
+
+def test_nothing_that_is_told_rules_the_terminal() -> None:
+    """Sidecars take printable ASCII only, but it may be something else that serves the socket."""
+    evil = "\x1b]0;title\x07\x1b[2J\x9b31m\r\n\x00\u202e\x7f"
+    status = pb.GetStatusResponse(version=evil, unready_reason=evil)
+    status.registrations.add(engine_id=evil, incarnation=evil, groups=[evil])
+    status.peers.add(engine_id=evil, address=evil, transport=evil, role=77)
+    status.lost_peers.add(engine_id=evil, address=evil)
+    status.limits.add(name=evil, value=1, used=1)
+    view = View(status, (pb.Lease(request_id=evil),), (pb.Transfer(transfer_id=evil),))
+    once, watched = on_terminal(200, 100), on_terminal(200, 100)
+    show(once, view)
+    watched.print(screen(watched, view))
+    for shown in (plain(view), once.export_text(), watched.export_text()):
+        assert all(line.isprintable() for line in shown.split("\n"))
+        assert "\\x1b]0;title" in shown
+
+
+async def test_pages_without_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A service that gives the same token again and again is not followed for ever."""
+    asked, real = 0, EngineService.GetStatus
+
+    async def again(self: EngineService, request: pb.GetStatusRequest, context: Any) -> pb.GetStatusResponse:
+        nonlocal asked
+        asked += 1
+        request.peers_page_token = ""
+        answer = await real(self, request, context)
+        answer.next_peers_page_token = "again"
+        return answer
+
+    monkeypatch.setattr(EngineService, "GetStatus", again)
+    async with new_cluster() as cluster:
+        await asyncio.to_thread(look, target_of(path_of(await pair(cluster), "d")), 20)
+    assert asked == MAX_PAGES + 1
 
 
 async def test_many_peers_take_several_pages(reading: Reading, monkeypatch: pytest.MonkeyPatch) -> None:

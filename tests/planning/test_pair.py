@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from kvxfer.core.errors import Reason
+from kvxfer.core.errors import KvxferError, Reason
 from kvxfer.core.layout import Rank
 from kvxfer.core.pairing import PairingOptions
 from kvxfer.planning import Pair, Refused
+from kvxfer.planning.engine import MAX_PROMPT
 from kvxfer.planning.pair import covered
 from tests.planning.cases import LLAMA, NANO, engine, pair_of
 
@@ -56,3 +57,25 @@ def test_a_read_of_too_many_descriptors_is_refused() -> None:
     with pytest.raises(Refused) as caught:
         pair.read(Rank(0, 4), 60_000)
     assert caught.value.reason is Reason.TOO_MANY_DESCRIPTORS
+
+
+def test_engines_that_are_too_large_to_plan_are_told_so_at_once() -> None:
+    """Every D rank looks at every P rank: what a sidecar does once would be done for all of them here."""
+    with pytest.raises(KvxferError, match="tp_size is 65536; allowed: 1 to 204 for 80 layers") as caught:
+        engine(LLAMA, 65_536)
+    assert (caught.value.reason, caught.value.field) == (Reason.FIELD_INVALID, "tp_size")
+    large = engine(LLAMA, 64)
+    with pytest.raises(KvxferError, match=r"64 ranks of P and 64 of D .* 327,680 times; allowed are 262,144") as caught:
+        Pair.of(large, large)
+    assert not isinstance(caught.value, Refused)
+
+
+def test_stages_count_by_the_layers_that_they_hold() -> None:
+    stages = engine(LLAMA, 1, pp_size=80)
+    assert len(Pair.of(stages, stages).plans) == 80
+
+
+def test_the_longest_prompt_is_one() -> None:
+    """Blocks of P that D's last block would reach lie behind the longest prompt."""
+    pair = Pair.of(engine(NANO, 4), engine(NANO, 4), MAX_PROMPT)
+    assert pair.read(pair.d.first, MAX_PROMPT).bytes > 0

@@ -11,11 +11,14 @@ from pathlib import Path
 import pytest
 
 from kvxfer.config import Settings
-from kvxfer.core.errors import Reason
+from kvxfer.core.errors import KvxferError, Reason
+from kvxfer.core.layout import Rank
 from kvxfer.service import gauges, limits, metrics
+from kvxfer.service.events import Events
 from kvxfer.service.meters import Kind, Spec
-from kvxfer.service.metrics import FORGET_AFTER, MAX_PEERS, MAX_RANKS, OTHER, SECONDS, STALE, Metrics
+from kvxfer.service.metrics import FORGET_AFTER, MAX_PEERS, MAX_RANKS, MAX_STRANGERS, OTHER, SECONDS, STALE, Metrics
 from kvxfer.service.settings import ServiceSettings
+from kvxfer.wire.peer import Reader, ReadRef
 
 ROOT = Path(__file__).parents[2]
 SPECS = [*Metrics().specs, *gauges.SPECS]
@@ -82,6 +85,36 @@ def test_ranks_of_ever_new_names_share_a_series() -> None:
     assert counted.read_bytes.family().values["d", "p", "tp3"] == 2
 
 
+def test_strangers_take_nobodys_place() -> None:
+    """Whoever reaches the peer port can have reads refused, and fall silent, under ever new names."""
+    counted = Metrics()
+    counted.leases_published.add(counted.local("p"))
+    events = Events(counted, "p", "one")
+    events.read_granted(read_of("d"))
+    refused = KvxferError(Reason.LEASE_UNKNOWN, "there is none")
+    for i in range(2 * MAX_PEERS):
+        events.read_refused(read_of(f"stranger{i}", i % 100), refused)
+        events.reader_lost(read_of(f"silent{i}").reader, "ipv4:1.2.3.4:5", 30.0)
+    assert counted.reads_granted.family().values == {("p", "d", "tp0"): 1}
+    assert counted.leases_published.family().values == {("p",): 1}
+    found = counted.reads_refused.family().values
+    assert sum(n for n in found.values() if isinstance(n, float | int)) == 2 * MAX_PEERS  # none goes uncounted
+    assert series(counted) < 4 * MAX_STRANGERS + MAX_RANKS
+    assert {labels[1] for labels in found} >= {"stranger0", OTHER}
+    for i in range(100):
+        events.read_refused(read_of("stranger0", i), refused)
+    assert len({labels for labels in counted.reads_refused.family().values if labels[1] == "stranger0"}) <= 9
+    events.read_granted(read_of("stranger0"))  # one that was granted a read is none
+    for i in range(100):
+        events.read_refused(read_of("stranger0", i), refused)
+    assert len({labels for labels in counted.reads_refused.family().values if labels[1] == "stranger0"}) == MAX_RANKS
+
+
+def read_of(engine: str, rank: int = 0) -> ReadRef:
+    reader = Reader(engine, Rank(rank, 1_000), "incarnation")
+    return ReadRef("p", Rank(0, 1), "one", "request", bytes(16), reader, 1, "transfer")
+
+
 def test_a_peer_that_is_gone_for_long_is_forgotten() -> None:
     counted = Metrics()
     count_everything(counted, "d", "gone")
@@ -132,6 +165,7 @@ def test_the_reference_is_what_the_code_says() -> None:
         assert f"| `{spec.name}` |" in text
     assert f"{metrics.MAX_PEERS:,} pairs" in text
     assert f"{metrics.MAX_RANKS} ranks" in text
+    assert f"{MAX_STRANGERS} such engines, and {metrics.MAX_STRANGE_RANKS} ranks" in text
     labels = set(re.findall(r"^\| (`[^|]+`) \|", text.partition("## Labels")[2], re.M))
     told = {name for cell in labels for name in re.findall(r"`(\w+)`", cell)}
     wanted = {label for spec in SPECS for label in spec.labels}

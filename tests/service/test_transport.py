@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -36,19 +38,25 @@ def test_what_is_made_of_what_was_seen(
     assert judge(received, SIZE, [result(post, move)], one_host=one_host) is expected
 
 
+def counted() -> int:
+    received = received_over_tcp()
+    assert received is not None
+    return received
+
+
 def test_what_comes_over_tcp_is_counted() -> None:
     """The kernel's count of this very process, whatever the sockets are wrapped in."""
     with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as sender:
         receiver, _ = server.accept()
         with receiver:
-            before = received_over_tcp()
+            before = counted()
             thread = threading.Thread(target=sender.sendall, args=(bytes(SIZE),))
             thread.start()
             left = SIZE
             while left:
                 left -= len(receiver.recv(min(left, 65_536)))
             thread.join()
-            assert SIZE <= received_over_tcp() - before < SIZE + 10_000
+            assert SIZE <= counted() - before < SIZE + 10_000
 
 
 def test_looking_leaves_the_sockets_as_they_are() -> None:
@@ -59,6 +67,52 @@ def test_looking_leaves_the_sockets_as_they_are() -> None:
         assert server.getblocking() is False
         one.sendall(b"x")
         assert other.recv(1) == b"x"
+
+
+def test_looking_leaves_sockets_blocking_where_python_has_a_default_timeout() -> None:
+    """As in an engine's process that embeds a sidecar: the mode is the open socket's, not the Python object's."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        socket.setdefaulttimeout(5.0)
+        try:
+            received_over_tcp()
+        finally:
+            socket.setdefaulttimeout(None)
+        assert os.get_blocking(server.fileno())
+
+
+def test_looking_bears_descriptors_that_come_and_go() -> None:
+    """Others close theirs, and open files under the same numbers, between any two steps."""
+    before, over = len(os.listdir("/proc/self/fd")), threading.Event()
+
+    def churn() -> None:
+        while not over.is_set():
+            one, other = socket.socketpair()
+            one.close()
+            file = os.open(os.devnull, os.O_RDONLY)
+            other.close()
+            os.close(file)
+
+    threads = [threading.Thread(target=churn) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    try:
+        for _ in range(1_000):
+            counted()
+    finally:
+        over.set()
+        for thread in threads:
+            thread.join()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_where_it_cannot_be_told_no_transport_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With very many descriptors nobody waits for all of them to be looked at."""
+    monkeypatch.setattr(transport, "MOST_DESCRIPTORS", 2)
+    assert received_over_tcp() is None
+    probe = Probe()
+    look = probe.posted(SIZE, wanted=True)
+    assert look is not None
+    assert probe.see(look, SIZE, [result(0.1, 0.0)], one_host=True) is Transport.UNKNOWN
 
 
 def test_a_read_is_looked_at_only_where_it_is_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,5 +137,5 @@ def test_the_mark_of_a_host_tells_nothing_else_of_it(monkeypatch: pytest.MonkeyP
     assert mark == host_mark()
     assert len(mark) == 32
     assert transport._BOOT_ID.read_text().strip().replace("-", "") not in mark
-    monkeypatch.setattr(transport, "_BOOT_ID", transport.Path(f"{tmp_path}/nothing"))
+    monkeypatch.setattr(transport, "_BOOT_ID", Path(f"{tmp_path}/nothing"))
     assert host_mark() == ""

@@ -23,6 +23,8 @@ from kvxfer_client.channel import OPTIONS, told_as_kvxfer_errors
 TIMEOUT: Final = 5.0
 #: Peers of a page; what the service gives at most.
 PAGE: Final = 1_000
+#: Most pages of peers that are asked for: far more than a sidecar has.
+MAX_PAGES: Final = 100
 _SCHEME: Final = "unix:"
 
 
@@ -88,7 +90,9 @@ def look(target: str, most: int) -> View:
     with _connected(target) as stub, told_as_kvxfer_errors(target, "GetStatus", {}):
         status = stub.GetStatus(pb.GetStatusRequest(peers_page_size=PAGE), timeout=TIMEOUT)
         following = status.next_peers_page_token
-        while following:
+        for _ in range(MAX_PAGES):
+            if not following:
+                break
             request = pb.GetStatusRequest(peers_page_size=PAGE, peers_page_token=following)
             page = stub.GetStatus(request, timeout=TIMEOUT)
             status.peers.extend(page.peers)
@@ -100,9 +104,9 @@ def look(target: str, most: int) -> View:
             engine = registration.engine_id
             with _unless_it_ends():
                 held = pb.ListLeasesRequest(engine_id=engine, page_size=most)
-                leases.extend(stub.ListLeases(held, timeout=TIMEOUT).leases)
+                leases.extend(stub.ListLeases(held, timeout=TIMEOUT).leases[:most])
                 read = pb.ListTransfersRequest(engine_id=engine, page_size=most)
-                transfers.extend(stub.ListTransfers(read, timeout=TIMEOUT).transfers)
+                transfers.extend(stub.ListTransfers(read, timeout=TIMEOUT).transfers[:most])
     return View(status, tuple(leases), tuple(transfers))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from google.protobuf.duration_pb2 import Duration
@@ -78,7 +78,8 @@ def sections(view: View, only: Sequence[str] = ()) -> list[Section]:
         _counts(status.counts),
         _limits(status.limits),
     ]
-    return [section for section in found if not only or section.name in only]
+    chosen = [section for section in found if not only or section.name in only]
+    return [replace(s, rows=tuple(tuple(map(_visible, row)) for row in s.rows)) for s in chosen]
 
 
 def plain(view: View, only: Sequence[str] = ()) -> str:
@@ -249,6 +250,13 @@ def _limits(known: Iterable[pb.LimitStatus]) -> Section:
         for x in known
     )
     return Section("Limits", ("limit", "value", "used", "part", "refused"), rows, frozenset({"value", "used", "part"}))
+
+
+def _visible(cell: str) -> str:
+    """Without what a terminal would obey: whoever serves the socket may be no sidecar."""
+    if cell.isprintable():
+        return cell
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in cell)
 
 
 # -- cells -------------------------------------------------------------------------------------------------------------
