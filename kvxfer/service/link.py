@@ -206,9 +206,15 @@ class Link:
             self._rest()
 
     def found(self, transport: Transport) -> None:
-        """How its bytes came was seen, once; two looks that agree are believed."""
+        """How its bytes came was seen, once.
+
+        Two looks that agree are believed; one that has seen the kernel copy is, too: nothing else is over so soon.
+        That a read was not, on a busy machine, says nothing against it.
+        """
         before, self._seen = self._seen, transport
-        if transport is Transport.UNKNOWN or transport is not before:
+        if transport is Transport.OTHER and self.transport is Transport.CMA:
+            transport = Transport.CMA
+        elif transport is Transport.UNKNOWN or (transport is not before and transport is not Transport.CMA):
             return
         self._rest()
         if transport is not self.transport:

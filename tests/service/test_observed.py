@@ -355,7 +355,7 @@ async def test_the_slow_way_is_told_once(reading: Reading, logged: list[Any]) ->
     await reading.good()
     (link,) = reading.d.nodes[0].sidecar.registrations.get("engine-d").links
     assert link.on_one_host
-    for way in (Transport.UNKNOWN, Transport.TCP, Transport.CMA, Transport.TCP, Transport.UNKNOWN, Transport.TCP):
+    for way in (Transport.UNKNOWN, Transport.TCP, Transport.OTHER, Transport.TCP, Transport.UNKNOWN, Transport.TCP):
         link.found(way)
     assert link.transport is Transport.UNKNOWN  # other traffic may have looked so: no two agree
     assert link.to_be_seen
@@ -376,7 +376,9 @@ async def test_the_direct_way_and_other_hosts_are_no_matter_for_a_warning(readin
     await reading.good()
     (link,) = reading.d.nodes[0].sidecar.registrations.get("engine-d").links
     link.found(Transport.CMA)
-    link.found(Transport.CMA)
+    assert link.transport is Transport.CMA
+    link.found(Transport.OTHER)
+    link.found(Transport.OTHER)
     assert link.transport is Transport.CMA
     reading.d.nodes[0].sidecar.registrations.get("engine-d").links.host = "elsewhere"  # type: ignore[misc]
     link.found(Transport.TCP)
