@@ -144,7 +144,7 @@ def test_neither_nixl_nor_torch_is_there(installed: Installed) -> None:
 def test_every_command_has_help(installed: Installed) -> None:
     listing = "from typer.main import get_command; from kvxfer.cli.main import app; print(*get_command(app).commands)"
     commands = installed.run("python", "-c", listing).split()
-    assert set(commands) == {"bench", "demo", "doctor", "inspect", "plan", "serve", "volume"}
+    assert set(commands) == {"bench", "demo", "doctor", "health", "inspect", "plan", "serve", "volume"}
     assert "Commands" in installed.run("kvxfer", "--help")
     for command in commands:
         assert f"kvxfer {command}" in installed.run("kvxfer", command, "--help")
