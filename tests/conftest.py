@@ -37,6 +37,7 @@ ALONE = (
     "integration/test_idle.py",
     "integration/test_kills.py",
     "integration/test_stopped_peer.py",
+    "integration/test_three_things.py",
     "xfer/test_nixl.py",
 )
 

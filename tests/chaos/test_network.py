@@ -181,6 +181,9 @@ def try_it(case: Case, scene: Scene, play: Play, slowness: ExitStack) -> Row:
         play.read_again()
     play.serve_a_third("d")  # a link that the fault does not concern
     play.publish(ticket, LONG_HOLD)
+    if case.phase == "half done" and case.lasts:
+        # Longer ago than P's answer may take: else nobody can say that the read began afterwards, and it must fail.
+        wait_out(2 * case.lasts)
     start = partial(play.start, ticket, 60.0, 70.0)
     pending = None
     if case.phase == "half done":
