@@ -36,12 +36,15 @@ def _latent(fields: Fields) -> frozenset[int]:
 
 
 def read(fields: Fields) -> ModelSpec:
-    """The caches of a Kimi Linear model."""
+    """The caches of a Kimi Linear model.
+
+    Both kinds of layer have the name that they have in vLLM 0.32 on NVIDIA GPUs (``models/kimi_k3/nvidia``).
+    """
     depth, mla, layers = fields.layers(), _latent(fields), []
     for i in range(depth):
         if i in mla:
             latent = LatentSpec(fields.integer("kv_lora_rank") + fields.integer("qk_rope_head_dim"))
-            layers.append(LayerSpec(i, f"model.layers.{i}.self_attn.attn", "mla", latent))
+            layers.append(LayerSpec(i, f"model.layers.{i}.self_attn", "mla", latent))
         else:
             layers.append(LayerSpec(i, f"model.layers.{i}.self_attn", "kda", _kda(fields)))
     return ModelSpec(tuple(layers), depth, fields.dtype())
