@@ -20,15 +20,14 @@ try:
     from transformers import cache_utils as _cache_utils
 except ImportError as error:
     raise ImportError(
-        "kvxfer.engines.transformers needs torch and Transformers: pip install torch 'kvxfer[transformers]'"
-        f" (there is no {error.name or error})",
+        f"kvxfer.engines.transformers needs torch and Transformers ({error}): pip install torch 'kvxfer[transformers]'",
         name=error.name,
     ) from error
 
-if not hasattr(_cache_utils, "LinearAttentionAndFullAttentionLayer"):
+if not hasattr(_cache_utils, "DummyLayer"):
     raise ImportError(
-        f"kvxfer.engines.transformers needs the caches of a newer Transformers than {_version}: "
-        "pip install 'kvxfer[transformers]'",
+        f"kvxfer.engines.transformers needs the caches of Transformers 5.23 or newer, this is {_version}: "
+        "pip install 'kvxfer[transformers]', with Python 3.11 or newer",
         name="transformers",
     )
 

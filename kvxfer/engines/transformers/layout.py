@@ -156,8 +156,8 @@ class SequenceLayout:
                 used = source[: -(-num_tokens // self.block_tokens)].transpose(0, 1)
                 tensor = used.reshape(part.shape[0], -1, part.shape[2])[:, :num_tokens]
             else:
-                tensor = source[0].clone()
-            found.append(Held(part.layer, part.name, tensor.to(device)))
+                tensor = source[0]
+            found.append(Held(part.layer, part.name, tensor.to(device, copy=True)))
         return tuple(found)
 
     def _compare(self, items: Sequence[Held], num_tokens: int) -> None:
