@@ -16,6 +16,7 @@ from kvxfer.engines.transformers.layout import SequenceLayout
 from kvxfer.engines.transformers.presets import compare
 from kvxfer_client import (
     Client,
+    LeaseInfo,
     Owned,
     Registered,
     Session,
@@ -166,20 +167,29 @@ class SequenceCache:
             ttl=ttl,
         )
 
-    def withdraw(self, *, timeout: float = 60.0) -> None:
-        """Take back what is published, and wait until nobody reads it any more; then the memory can be used again.
+    def wait(self, *, timeout: float = 60.0) -> LeaseInfo | None:
+        """Wait until what is published has been read, or has expired; then the memory can be used again.
 
-        :param timeout: seconds for reads that go on.
-        :raises KvxferError: DEADLINE_EXCEEDED; and as :meth:`Client.withdraw`.
+        :param timeout: seconds.
+        :returns: how it ended; ``None`` where nothing is published.
+        :raises KvxferError: DEADLINE_EXCEEDED; and as :meth:`Client.watch_leases`.
         """
         if self._published is None:
-            return
-        request_id, token = self._published
-        if self.client.withdraw(request_id, token):
-            with self.client.watch_leases(include_current=True, timeout=timeout) as leases:
-                for lease in leases:
-                    if lease.request_id == request_id and lease.state.ended:
-                        break
+            return None
+        request_id, _ = self._published
+        with self.client.watch_leases(include_current=True, timeout=timeout) as leases:
+            lease = next(lease for lease in leases if lease.request_id == request_id and lease.state.ended)
+        self._published = None
+        return lease
+
+    def withdraw(self, *, timeout: float = 60.0) -> None:
+        """Take back what is published, and wait until nobody reads it any more.
+
+        :param timeout: seconds for reads that go on.
+        :raises KvxferError: as :meth:`Client.withdraw` and :meth:`wait`.
+        """
+        if self._published is not None and self.client.withdraw(*self._published):
+            self.wait(timeout=timeout)
         self._published = None
 
     # -- decode ------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from kvxfer.core.errors import KvxferError, Reason
 from kvxfer.engines.transformers import MakeMemory, SequenceCache, held
-from kvxfer_client import Client, Owned, OwnedBacking, SharedRegion
+from kvxfer_client import Client, LeaseState, Owned, OwnedBacking, SharedRegion
 from tests.support.processes import SidecarProcess
 from tests.support.tiny_models import CONFIGS, config_of, greedy, model_of, prefilled, prompt_of, run
 
@@ -134,6 +134,9 @@ def test_what_may_still_be_read_is_not_written_over(clients: tuple[Client, Clien
             with pytest.raises(KvxferError) as caught:
                 attempt()
             assert caught.value.reason is Reason.LOCAL_BLOCK_BUSY
+        with pytest.raises(KvxferError) as caught:
+            p.wait(timeout=0.1)
+        assert caught.value.reason is Reason.DEADLINE_EXCEEDED
         p.withdraw()
         p.withdraw()
         second = p.prefill(other, next(request_ids))
@@ -142,7 +145,12 @@ def test_what_may_still_be_read_is_not_written_over(clients: tuple[Client, Clien
         assert caught.value.reason in (Reason.LEASE_EXPIRED, Reason.LEASE_UNKNOWN)
         wanted = greedy(model, other[:, -1:], prefilled(model, other[:, :-1]))
         assert torch.equal(greedy(model, other[:, -1:], d.read(second)), wanted)
-        # Its reader has read it, so it is free without a word.
+        ended = p.wait()
+        assert ended is not None
+        assert ended.state is LeaseState.RELEASED
+        assert p.wait() is None
+        # Its reader has read it, so it is free without a word, too.
+        d.read(p.prefill(prompt, next(request_ids)))
         wanted = greedy(model, prompt[:, -1:], prefilled(model, prompt[:, :-1]))
         assert torch.equal(greedy(model, prompt[:, -1:], d.read(p.prefill(prompt, next(request_ids)))), wanted)
 
