@@ -108,10 +108,21 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "gemma2": {"num_hidden_layers": 2, "head_dim": 16},
 }
 
+#: Others whose preset is that of one above.
+ALIKE: dict[str, dict[str, Any]] = {
+    "mistral": {"num_hidden_layers": 2, "sliding_window": None},
+    "mixtral": {"num_hidden_layers": 2, "num_local_experts": 4},
+    "qwen2": {"num_hidden_layers": 2},
+    "qwen2_moe": {"num_hidden_layers": 2, **MOE, "num_experts": 4, "shared_expert_intermediate_size": 32},
+    "qwen3_moe": {"num_hidden_layers": 2, "head_dim": 16, **MOE, "num_experts": 4},
+    "deepseek_v2": {"num_hidden_layers": 2, **MLA, **MOE, "q_lora_rank": None, "n_routed_experts": 4},
+    "qwen3_5_moe_text": {**GDN, **MOE, "num_experts": 4, "shared_expert_intermediate_size": 32},
+}
+
 
 def config_of(model_type: str, **changes: object) -> Any:
     """A small config."""
-    return AutoConfig.for_model(model_type, **{**COMMON, **CONFIGS[model_type], **changes})
+    return AutoConfig.for_model(model_type, **{**COMMON, **{**CONFIGS, **ALIKE}[model_type], **changes})
 
 
 def model_of(model_type: str, dtype: torch.dtype = torch.float32, **changes: object) -> PreTrainedModel:

@@ -61,7 +61,7 @@ class SequenceCache:
         :param client: of the sidecar; its ``engine_id`` is what others know this engine by.  It stays the caller's.
         :param model: anything with a ``forward`` that takes tokens and a ``DynamicCache``, on any device.
         :param max_tokens: tokens of the longest sequence.
-        :param memory: makes the memory.
+        :param memory: makes the memory.  With ``Owned``, what is published can still be read when this process dies.
         :param compatibility_key: whatever changes what the cache means: the model and its revision.
         :param block_tokens: tokens that are moved at a time, at least.  Both sides choose for themselves.
         :param check_preset: whether kvxfer's preset of the model, if there is one, must agree.
@@ -84,7 +84,12 @@ class SequenceCache:
         self._region: SharedRegion | None = made if isinstance(made, SharedRegion) else None
         try:
             self.session: Final[Session] = client.session(
-                self.layout.cache_layout, [made], compatibility_key=self._key, replace=replace, on_lost=self._lost
+                self.layout.cache_layout,
+                [made],
+                compatibility_key=self._key,
+                replace=replace,
+                keep_leases=isinstance(made, Owned),
+                on_lost=self._lost,
             )
             if self._region is None:
                 self._region = SharedRegion.map(self.session.wait_registered().exported[0])
@@ -223,7 +228,7 @@ class SequenceCache:
         """
         session: Session | None = getattr(self, "session", None)
         if session is not None:
-            session.close()
+            session.close(unregister=True)
         region, self._region = self._region, None
         if region is not None:
             region.close()
