@@ -131,5 +131,5 @@ def _why(name: str) -> str:
 
 def _unsupported(where: str, what: str, why: str) -> KvxferError:
     return KvxferError(
-        Reason.UNSUPPORTED, f"{where} is a {what}, which cannot be moved: {why}", field=where, type=what, why=why
+        Reason.UNSUPPORTED, f"{where} is of type {what}, which cannot be moved: {why}", field=where, type=what, why=why
     )

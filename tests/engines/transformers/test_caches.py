@@ -84,6 +84,11 @@ def test_other_caches_are_refused() -> None:
     assert "two devices" in refused(DynamicCache(config=config, offloading=True)).message
     assert "not known" in refused(None).message
 
+    class Own(DynamicCache):
+        """Nobody knows what else it does."""
+
+    assert "cache is of type Own" in refused(Own()).message
+
 
 def test_other_layers_are_refused() -> None:
     assert "indexer" in refused(of_layer(DynamicIndexedLayer())).message

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +18,7 @@ from kvxfer.core.errors import KvxferError, Reason
 from kvxfer.engines.transformers import MakeMemory, SequenceCache, held
 from kvxfer_client import Client, LeaseState, Owned, OwnedBacking, SharedRegion
 from tests.support.console import ROOT
-from tests.support.processes import SidecarProcess
+from tests.support.processes import SidecarProcess, sidecars, until
 from tests.support.tiny_models import CONFIGS, config_of, greedy, model_of, prefilled, prompt_of, run
 
 MOVED = [name for name in CONFIGS if name != "gemma2"]
@@ -158,6 +157,8 @@ def test_what_was_published_outlives_p_in_memory_of_its_sidecar(
         check=False,
     )
     assert done.returncode == -signal.SIGKILL, done.stderr
+    # Not only for the grace that every engine has.
+    until(lambda: [r.orphaned for r in clients[0].status().registrations if r.engine_id == "dying"] == [True], 30)
     with sequence(clients[1], model) as d:
         assert torch.equal(greedy(model, prompt[:, -1:], d.read(done.stdout.strip())), wanted)
 
@@ -204,9 +205,7 @@ def test_later_steps_of_p_do_not_change_what_is_published(clients: tuple[Client,
         assert torch.equal(greedy(model, prompt[:, -1:], d.read(ticket)), wanted)
 
 
-def test_a_sidecar_that_comes_back_is_used_again(tmp_path: Path) -> None:
-    from tests.support.processes import sidecars, until
-
+def test_a_sidecar_that_comes_back_is_used_again() -> None:
     model, prompt = model_of("llama"), prompt_of(TOKENS)
     wanted = greedy(model, prompt[:, -1:], prefilled(model, prompt[:, :-1]))
     with (
