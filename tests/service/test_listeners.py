@@ -152,7 +152,9 @@ async def test_a_peer_port_that_is_taken(cluster: Cluster, capfd: pytest.Capture
     await cluster.engine("engine-x", [node])
 
 
-@pytest.mark.parametrize("host, says", [("203.0.113.77", "Cannot assign requested address"), ("x.invalid", "not known")])
+@pytest.mark.parametrize(
+    "host, says", [("203.0.113.77", "Cannot assign requested address"), ("x.invalid", "not known")]
+)
 async def test_a_peer_host_that_is_not_of_this_machine(cluster: Cluster, host: str, says: str) -> None:
     with pytest.raises(KvxferError, match=says) as caught:
         await cluster.node(peer_host=host, insecure_peer=True)
