@@ -314,7 +314,8 @@ def test_bad_configs(tmp_path: Path) -> None:
     for text, message in (
         ("nonsense", "--p-model: config is "),
         ('{"model_type": "unheard-of"}', "--p-model: model_type is 'unheard-of'; allowed: "),
-        ('{"model_type": "llama"}', "--p-model: "),
+        ('{"model_type": "unheard-of"}', "the layouts that its engine registers (--p-layout, --d-layout)"),
+        ('{"model_type": "llama"}', "--p-model: num_hidden_layers"),
     ):
         path.write_text(text)
         code, out, err = run("--p-model", str(path), "--d-model", "jamba-mini")

@@ -65,9 +65,7 @@ async def test_prepare_moves_nothing_and_reading_it_does(reading: Reading) -> No
     assert (await counts(reading)).done == 1
 
 
-async def test_a_read_takes_at_least_as_long_as_its_phases(
-    reading: Reading, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_read_takes_at_least_as_long_as_its_phases(reading: Reading, monkeypatch: pytest.MonkeyPatch) -> None:
     """Posting goes on beside the event loop, which may come back to the read late."""
     submit = LoopbackEngine.submit
 

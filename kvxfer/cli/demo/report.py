@@ -106,7 +106,11 @@ def show(result: Result, notes: Sequence[str]) -> None:
     if result.problems:
         say(out, "the demo FAILED", "bold red")
     else:
-        say(out, f"every byte verified: {result.verified:,} bytes on {counted(len(result.ranks), 'D rank')}", "bold green")
+        say(
+            out,
+            f"every byte verified: {result.verified:,} bytes on {counted(len(result.ranks), 'D rank')}",
+            "bold green",
+        )
 
 
 def show_by_hand(result: Result) -> None:

@@ -68,7 +68,9 @@ KNOBS: Final = (
     Knob("spec-tokens", "spec_tokens", int, "Speculative tokens; each adds a row to conv states.", "0"),
 )
 #: What to do about a model of which nothing is known.
-_OTHER_FAMILIES: Final = "; of any model kvxfer plan takes the layouts that its engine registers (--p-layout, --d-layout)"
+_OTHER_FAMILIES: Final = (
+    "; of any model kvxfer plan takes the layouts that its engine registers (--p-layout, --d-layout)"
+)
 _PANELS: Final = {"": "Both engines", "p": "The prefill engine (P) only", "d": "The decode engine (D) only"}
 
 
