@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Final
 
 import pytest
 
-from kvxfer.cli.demo.report import show
+from kvxfer.cli.demo.report import show, show_by_hand
 from kvxfer.cli.demo.result import RankResult, Result
 from kvxfer.cli.demo.scenario import Choices
 from kvxfer.cli.tables import READ_PHASES
@@ -69,6 +71,23 @@ def test_phases_stand_below_the_call_that_they_are_of(capsys: pytest.CaptureFixt
     phases = [found[1] for line in shown(RESULT, capsys) if (found := re.match(r"( *[a-z]+)  .* 100\.0$", line))]
     prepared, read = ["  resolve", "  make"], ["  queue", "  open", "  post", "  move"]
     assert phases == [*CALLS[:5], "prepare", *prepared, "read", *read, "verify"]
+
+
+def test_what_another_terminal_needs_first(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def first() -> str:
+        hand = {"directory": "/d", "sockets": {}, "metrics": {}, "ticket": {}, "commands": []}
+        show_by_hand(replace(RESULT, by_hand=hand))
+        return next(line for line in capsys.readouterr().out.splitlines() if line.startswith("Try"))
+
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(sys, "prefix", str(tmp_path / "venv"))
+    assert first() == f"Try, after source {tmp_path}/venv/bin/activate (grpcurl comes with make setup):"
+    for tool in ("kvxfer", "grpcurl"):
+        (tmp_path / tool).write_text("")
+        (tmp_path / tool).chmod(0o755)
+    assert first() == "Try:"
 
 
 def test_whole_pages(capsys: pytest.CaptureFixture[str]) -> None:

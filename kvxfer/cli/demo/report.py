@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shlex
+import shutil
 import sys
 from collections.abc import Sequence
 from types import TracebackType
@@ -122,7 +124,7 @@ def show_by_hand(result: Result) -> None:
     for name, path in result.by_hand["sockets"].items():
         out.write(f"  {name}  {path}\n")
     out.write(f"  DIR={shlex.quote(result.by_hand['directory'])}\n")
-    out.write(f"\nA ticket of P's blocks:\n{json.dumps(result.by_hand['ticket'])}\n\nTry:\n")
+    out.write(f"\nA ticket of P's blocks:\n{json.dumps(result.by_hand['ticket'])}\n\n{_try()}:\n")
     for command in result.by_hand["commands"]:
         out.write(f"  {command}\n")
     for name, address in result.by_hand["metrics"].items():
@@ -131,6 +133,15 @@ def show_by_hand(result: Result) -> None:
         out.write("(with --http-port 9100 they serve metrics, too)\n")
     out.write("\nEnter or Ctrl-C ends it all.\n")
     out.flush()
+
+
+def _try() -> str:
+    """What to do before commands can be pasted into another terminal, which knows nothing of this environment."""
+    words = "Try"
+    if shutil.which("kvxfer") is None and sys.prefix != sys.base_prefix:
+        words += f", after source {shlex.quote(sys.prefix)}/bin/activate"
+    here = os.pathsep.join((os.environ.get("PATH", os.defpath), f"{sys.prefix}/bin"))
+    return words if shutil.which("grpcurl", path=here) else f"{words} (grpcurl comes with make setup)"
 
 
 def _together(warnings: Sequence[str]) -> list[str]:
