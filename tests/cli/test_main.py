@@ -55,3 +55,19 @@ def test_other_faults_of_the_system_are_not_blamed_on_it() -> None:
     assert "standard output" not in done.stderr
     assert "OSError: [Errno 28] elsewhere" in done.stderr
     assert done.returncode == 1
+
+
+def test_ctrl_c_while_it_is_imported_is_no_fault() -> None:
+    program = (
+        "import builtins, sys\n"
+        "from kvxfer.__main__ import main\n"
+        "true = builtins.__import__\n"
+        "def interrupted(name, *rest):\n"
+        "    if name == 'typer': raise KeyboardInterrupt\n"
+        "    return true(name, *rest)\n"
+        "builtins.__import__ = interrupted\n"
+        "main()\n"
+    )
+    command = [sys.executable, "-c", program, "--version"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
