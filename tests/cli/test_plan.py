@@ -56,6 +56,8 @@ def test_works() -> None:
     assert code == 0
     assert "verdict: works" in out.splitlines()
     assert "A prompt of" not in out and "all D ranks" not in out
+    _, out, _ = run("--model", "llama-3.1-70b", "--tokens", "1000")
+    assert out.splitlines()[-1].endswith("the least possible; as many as in whole pages, which have no padding")
 
 
 def test_refused_for_people() -> None:
