@@ -5,6 +5,7 @@ Sizes are bytes, times seconds.  A value that cannot work is refused when the se
 
 from __future__ import annotations
 
+import errno
 import grp
 import ipaddress
 import os
@@ -14,10 +15,10 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import AfterValidator, Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict, TomlConfigSettingsSource
 
-from kvxfer.core.errors import KvxferError
+from kvxfer.core.errors import KvxferError, Reason
 from kvxfer.memory.policy import DEFAULT_DIRECTORY, MemoryPolicy
 from kvxfer.service.settings import ServiceSettings
 from kvxfer.tls import TlsFiles
@@ -198,12 +199,20 @@ class Settings(BaseSettings):
             raise ValueError("an empty pattern allows nobody")
         return value
 
+    @field_validator("memory_directories")
+    @classmethod
+    def _as_typed(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        """Without the slash that a shell's completion leaves at the end."""
+        return tuple(path.rstrip("/") or path[:1] for path in value)
+
     @model_validator(mode="after")
     def _memory_must_make_sense(self) -> Settings:
         try:
             self.memory_policy()
         except KvxferError as error:
-            raise ValueError(error.message) from None
+            what = error.message.removeprefix("memory policy: ")
+            named = what.partition(" ")[0].partition("[")[0] in type(self).model_fields
+            raise ValueError(what if named else f"memory_{what}") from None
         return self
 
     def peer_tls(self) -> TlsFiles | None:
@@ -248,12 +257,10 @@ class Settings(BaseSettings):
         """Settings from flags, then ``KVXFER_*``, then ``file`` (TOML), then the defaults.
 
         :raises pydantic.ValidationError: naming every setting that is wrong.
-        :raises FileNotFoundError: if ``file`` does not exist.
+        :raises KvxferError: FIELD_INVALID, if ``file`` cannot be read, or is no TOML.
         """
         if file is None:
             return cls(**flags)
-        if not file.is_file():
-            raise FileNotFoundError(f"there is no settings file {file}")
 
         class FromFile(cls):  # type: ignore[misc, valid-type]  # a subclass only to carry the file's name
             @classmethod
@@ -267,7 +274,17 @@ class Settings(BaseSettings):
             ) -> tuple[PydanticBaseSettingsSource, ...]:
                 return init_settings, env_settings, TomlConfigSettingsSource(settings_cls, file)
 
-        loaded: Settings = FromFile(**flags)
+        try:
+            if not file.is_file():
+                raise FileNotFoundError(errno.ENOENT, "there is no such file")
+            loaded: Settings = FromFile(**flags)
+        except ValidationError:
+            raise
+        except (OSError, ValueError) as error:  # of the latter are what is no TOML, and what is no text
+            why = (isinstance(error, OSError) and error.strerror) or error
+            raise KvxferError(
+                Reason.FIELD_INVALID, f"the settings file {file} cannot be read: {why}", field="config"
+            ) from error
         return loaded
 
 

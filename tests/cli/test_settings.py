@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from pydantic import ValidationError
 
-from kvxfer.cli.settings import flags, problems, unknown_variables
+from kvxfer.cli.settings import as_toml, flags, problems, unknown_variables
 from kvxfer.config import Settings
 from kvxfer.core.errors import KvxferError
 
@@ -22,10 +24,35 @@ def test_options_that_were_given() -> None:
         flags({}, ["lanes"])
 
 
+def test_directories_are_seen_from_here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    found = flags({"memory_directory": ["mem", "./a/", "/b/", "../c"]}, [])["memory_directories"]
+    assert found == (f"{tmp_path}/mem", f"{tmp_path}/a", "/b", "../c")
+
+
+def test_what_is_printed_can_be_read(tmp_path: Path) -> None:
+    settings = Settings(
+        http_port=9100,
+        advertise="p.example:9000",
+        memory_directories=("/a b", '/"ü"\x7f\\'),
+        engine_socket=Path("/x/y.sock"),
+        lease_ttl=0.00001,
+        allow_memfd=False,
+    )
+    file = tmp_path / "kvxfer.toml"
+    file.write_text(as_toml(settings.model_dump()))
+    assert Settings.load(file).model_dump() == settings.model_dump()
+    assert "# peer_tls_cert is not set" in file.read_text()
+
+
 def test_problems_name_the_setting() -> None:
     with pytest.raises(ValidationError) as caught:
         Settings(peer_port=-1, lanes=0)
     assert [text.split(":")[0] for text in problems(caught.value)] == ["peer_port", "lanes"]
+    assert problems(caught.value)[0].endswith("greater than or equal to 0, not -1")
+    with pytest.raises(ValidationError) as caught:
+        Settings(peer_prt=1, x=2)
+    assert problems(caught.value) == ["peer_prt is no setting; is peer_port meant?", "x is no setting"]
     with pytest.raises(ValidationError) as caught:
         Settings(peer_host="0.0.0.0")
     assert problems(caught.value)[0].startswith("settings: peer_host '0.0.0.0' is not loopback")
