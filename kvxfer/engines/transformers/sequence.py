@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import uuid
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Final, TypeAlias
@@ -78,6 +79,8 @@ class SequenceCache:
         self._key: Final = f"{_FORMAT}{compatibility_key}"
         self._saved = 0
         self._published: tuple[str, bytes] | None = None
+        #: A read that has not come back with success: it may still be writing.
+        self._reading: str | None = None
         #: What the last :meth:`read` moved.
         self.last_read: TransferInfo | None = None
         made = memory(self.layout.size)
@@ -145,13 +148,15 @@ class SequenceCache:
         return num_tokens
 
     def publish(self, request_id: str, *, ttl: float = 60.0) -> str:
-        """Offer what was saved last, once.
+        """Offer what was saved last.
 
         :param request_id: names it; another one each time.
         :param ttl: how long it is held for its reader, seconds.
         :returns: the ticket.
-        :raises KvxferError: FIELD_INVALID where nothing was saved; and as :meth:`Client.publish`.
+        :raises KvxferError: FIELD_INVALID where nothing was saved; LOCAL_BLOCK_BUSY while it is offered already; and as
+            :meth:`Client.publish`.
         """
+        self._check_free()
         if not self._saved:
             raise KvxferError(Reason.FIELD_INVALID, "nothing was saved that could be published", field="cache")
         now, token = self.session.wait_registered(), new_lease_token()
@@ -211,7 +216,9 @@ class SequenceCache:
         found = ticket_from_string(ticket) if isinstance(ticket, str) else ticket
         self._saved = 0
         blocks = self.layout.blocks(found.num_tokens)
-        self.last_read = self.client.read(found, blocks, timeout=timeout)
+        self._reading = uuid.uuid4().hex
+        self.last_read = self.client.read(found, blocks, transfer_id=self._reading, timeout=timeout)
+        self._reading = None
         return self.load(found.num_tokens)
 
     def load(self, num_tokens: int) -> DynamicCache:
@@ -267,7 +274,15 @@ class SequenceCache:
         return cache
 
     def _check_free(self) -> None:
-        """Refuse to write over what may still be read."""
+        """Refuse to write over what may still be read, or to use what a failed read may still write."""
+        if self._reading is not None and not self._quiesced(self._reading):
+            raise KvxferError(
+                Reason.LOCAL_BLOCK_BUSY,
+                f"the read {self._reading} has failed, and may still write into this memory; ask again later",
+                field="cache",
+                other_transfer_id=self._reading,
+            )
+        self._reading = None
         if self._published is None:
             return
         request_id, _ = self._published
@@ -275,11 +290,20 @@ class SequenceCache:
         if lease is not None and not lease.state.ended:
             raise KvxferError(
                 Reason.LOCAL_BLOCK_BUSY,
-                f"what was published as {request_id} may still be read: wait for its reader, or withdraw() it",
+                f"what was published as {request_id} may still be read: wait() for its reader, or withdraw() it",
                 field="cache",
                 request_id=request_id,
             )
         self._published = None
+
+    def _quiesced(self, transfer_id: str) -> bool:
+        try:
+            return self.client.cancel(transfer_id).quiesced
+        except KvxferError as error:
+            # It was refused before it began, or its registration has ended since: neither leaves anything behind.
+            if error.reason in (Reason.TRANSFER_UNKNOWN, Reason.NOT_REGISTERED):
+                return True
+            raise
 
     def _lost(self, reason: Any, incarnation: str) -> None:
         """The sidecar is gone, and all that was published with it."""

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -193,6 +194,43 @@ def test_what_may_still_be_read_is_not_written_over(clients: tuple[Client, Clien
         d.read(p.prefill(prompt, next(request_ids)))
         wanted = greedy(model, prompt[:, -1:], prefilled(model, prompt[:, :-1]))
         assert torch.equal(greedy(model, prompt[:, -1:], d.read(p.prefill(prompt, next(request_ids)))), wanted)
+
+
+def test_what_was_published_once_is_not_published_again(llama: SequenceCache) -> None:
+    llama.save(prefilled(llama.model, prompt_of(5)))
+    llama.publish(next(request_ids))
+    with pytest.raises(KvxferError) as caught:
+        llama.publish(next(request_ids))
+    assert caught.value.reason is Reason.LOCAL_BLOCK_BUSY
+    llama.withdraw()
+
+
+def test_memory_that_a_failed_read_may_still_write_is_not_used(
+    llama: SequenceCache, clients: tuple[Client, Client], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with sequence(clients[1], llama.model, 32) as p:
+        ticket = p.prefill(prompt_of(20), next(request_ids))
+        read, asked = llama.client.read, []
+
+        def lost(*args: Any, **options: Any) -> Any:
+            read(*args, **options)
+            raise KvxferError(Reason.PEER_LOST, "gone")
+
+        def cancel(transfer_id: str) -> Any:
+            asked.append(transfer_id)
+            return SimpleNamespace(quiesced=len(asked) > 1)
+
+        monkeypatch.setattr(llama.client, "read", lost)
+        with pytest.raises(KvxferError, match="gone"):
+            llama.read(ticket)
+        with monkeypatch.context() as patched:
+            patched.setattr(llama.client, "cancel", cancel)
+            with pytest.raises(KvxferError) as caught:
+                llama.save(prefilled(llama.model, prompt_of(5)))
+        assert caught.value.reason is Reason.LOCAL_BLOCK_BUSY
+        assert asked == [caught.value.metadata["other_transfer_id"]]
+        # The sidecar itself knows it, and that it is at rest.
+        assert llama.save(prefilled(llama.model, prompt_of(5))) == 5
 
 
 def test_later_steps_of_p_do_not_change_what_is_published(clients: tuple[Client, Client]) -> None:
