@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
+
 from kvxfer.engines.transformers.caches import _REASONS
 from tests.support import console
 from tests.support.console import ROOT
@@ -16,12 +18,13 @@ PROGRAMS = dict(re.findall(r"^`(\w+\.py)`:\n\n```python\n(.*?)^```$", TEXT, re.M
 COMMANDS = [c.text for c in console.commands(PAGE) if "test_page.py" in c.mark]
 
 
+@pytest.mark.timeout(300)  # three programs that load Transformers, beside other tests
 def test_the_programs_of_the_page(tmp_path: Path) -> None:
     assert set(PROGRAMS) == {"model.py", "prefill.py", "decode.py"}
     for name, text in PROGRAMS.items():
         (tmp_path / name).write_text(text)
     with console.places(COMMANDS) as texts:
-        outputs = console.run(texts, tmp_path)
+        outputs = console.run(texts, tmp_path, timeout=250)
     told = "".join(outputs).splitlines()
     # As the page says, but for the tokens themselves: another processor may round otherwise.
     for line in re.findall(r"^\d.* tokens$|^it was .*$", TEXT, re.MULTILINE):
