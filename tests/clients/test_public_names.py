@@ -28,6 +28,7 @@ NAMES = [
     "LeaseInfo",
     "LeaseReaders",
     "LeaseState",
+    "LocalRegion",
     "Memfd",
     "MemoryKind",
     "NULL_BLOCK",

@@ -40,6 +40,7 @@ from kvxfer_client.aio_session import AsyncSession
 from kvxfer_client.blocks import attention_blocks, grouped, snapshot, state_blocks
 from kvxfer_client.calls import RemoteEngine
 from kvxfer_client.client import Client, Watch
+from kvxfer_client.local import LocalRegion
 from kvxfer_client.memory import SharedRegion
 from kvxfer_client.results import (
     Counts,
@@ -84,6 +85,7 @@ __all__ = [
     "LeaseInfo",
     "LeaseReaders",
     "LeaseState",
+    "LocalRegion",
     "Memfd",
     "MemoryKind",
     "Owned",
