@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -135,3 +138,11 @@ def test_an_ordinary_sidecar_takes_no_addresses(eight: list[SidecarProcess]) -> 
     with pytest.raises(grpc.RpcError) as caught:
         eight[0].stub.RegisterCache(registration("x", member), timeout=10)
     assert from_rpc_error(caught.value).reason is Reason.MEMORY_NOT_ALLOWED
+
+
+def test_the_example_of_the_guide() -> None:
+    guide = Path(__file__).resolve().parents[2] / "docs" / "how-to" / "embed-a-sidecar.md"
+    (example,) = re.findall(r"^```python\n(.*?)^```", guide.read_text(), re.DOTALL | re.MULTILINE)
+    done = subprocess.run([sys.executable, "-c", example], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("peers reach it at 127.0.0.1:")
