@@ -99,18 +99,16 @@ HOOK: Final = Rule(
 )
 
 RULES: Final = (
-    *(
-        SAME_BYTES,
-        WRITE_FIRST,
-        ONE_SHORT,
-        UNTOUCHED,
-        HELD,
-        FREED,
-        NEVER_GOOD,
-        NO_HANG,
-        QUIET,
-        SKIPPED,
-        COMES_BACK,
-        HOOK,
-    ),
+    SAME_BYTES,
+    WRITE_FIRST,
+    ONE_SHORT,
+    UNTOUCHED,
+    HELD,
+    FREED,
+    NEVER_GOOD,
+    NO_HANG,
+    QUIET,
+    SKIPPED,
+    COMES_BACK,
+    HOOK,
 )

@@ -26,6 +26,7 @@ from kvxfer_client.testing.rules import (
     HELD,
     HOOK,
     NEVER_GOOD,
+    NO_HANG,
     QUIET,
     SAME_BYTES,
     BrokenRule,

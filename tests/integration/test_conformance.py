@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import unittest
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 import pytest
 
-from kvxfer_client import KvxferError, LeaseInfo, Registered
+from kvxfer_client import KvxferError, LeaseInfo, Reason, Registered
 from kvxfer_client.testing import RULES, BrokenRule, Check, Make, Sidecars, checks
 from kvxfer_client.testing import stage as stage_module
 from tests.support.toy_engine import BLOCK, Request, ToyEngine
@@ -253,3 +255,10 @@ def test_without_a_sidecar_it_says_what_to_install() -> None:
     with pytest.raises(KvxferError, match=r"cannot be run.*install kvxfer\[nixl\]"), missing:
         pass
     assert not missing.directory.exists()
+
+
+def test_the_guide_says_for_every_reason_what_to_do() -> None:
+    guide = Path(__file__).resolve().parents[2] / "docs" / "how-to" / "add-an-engine.md"
+    table = guide.read_text().split("## What to do on each error")[1].split("\n## ")[0]
+    told = [word for row in table.splitlines() if row.startswith("| ") for word in re.findall(r"[A-Z_]{5,}", row)]
+    assert sorted(told) == sorted(reason.value for reason in Reason)
