@@ -103,6 +103,7 @@ class Settings(BaseSettings):
     allow_address: bool = Field(
         False, description="Take plain addresses: embedded mode only, set by the code that embeds."
     )
+    allow_cuda: bool = Field(False, description="Take CUDA IPC handles, and make memory on GPUs: never tested on one.")
     memory_file_mode: FileMode = Field("0600", description="Mode of sidecar-owned memory files, octal.")
     memory_file_group: GroupName = Field("", description="Their group, by name or number; empty leaves it.")
 
@@ -233,6 +234,7 @@ class Settings(BaseSettings):
             shm_prefix=self.shm_prefix,
             allow_memfd=self.allow_memfd,
             allow_address=self.allow_address,
+            allow_cuda=self.allow_cuda,
             file_mode=int(self.memory_file_mode, 8),
             group=group_number(self.memory_file_group),
         )

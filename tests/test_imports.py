@@ -46,7 +46,14 @@ COMPOSITION = (
     "kvxfer.tls",
     "kvxfer.web",
 )
-CLIENT = ("kvxfer.core", "kvxfer.pb", "kvxfer.wire", "kvxfer.memory.handles", "kvxfer.memory.lent")
+CLIENT = (
+    "kvxfer.core",
+    "kvxfer.pb",
+    "kvxfer.wire",
+    "kvxfer.memory.handles",
+    "kvxfer.memory.lent",
+    "kvxfer.memory.cuda",
+)
 
 LAYERS: dict[str, Layer] = {
     # The package itself is loaded with every part of it, so it loads nothing.

@@ -19,6 +19,8 @@ NAMES = [
     "Client",
     "Component",
     "Counts",
+    "CudaIpc",
+    "DeviceRegion",
     "FileHandle",
     "Group",
     "GroupCost",

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
 from kvxfer.core.errors import KvxferError, Reason
-from kvxfer.memory.handles import Memfd
+from kvxfer.memory.handles import CudaIpc, Memfd
 from kvxfer_client.local import Memory
 from kvxfer_client.results import Registered
 
@@ -148,14 +148,14 @@ def memory_again(known: Registered, memory: Sequence[Memory]) -> tuple[Memory, .
     What was handed over is what it was.  A file that the sidecar made is named by its path: it outlives the sidecar,
     and the cache is still in it.
 
-    :raises KvxferError: MEMORY_HANDLE_INVALID where the sidecar made a memfd, which is gone with it.
+    :raises KvxferError: MEMORY_HANDLE_INVALID where the sidecar made a memfd or memory on a GPU: gone with it.
     """
-    gone = [number for number, handle in sorted(known.exported.items()) if isinstance(handle, Memfd)]
+    gone = [number for number, handle in sorted(known.exported.items()) if isinstance(handle, Memfd | CudaIpc)]
     if gone:
         regions = ", ".join(map(str, gone))
         raise KvxferError(
             Reason.MEMORY_HANDLE_INVALID,
-            f"the sidecar is gone, and with it the memfds that it had made for regions {regions}: build a new cache",
+            f"the sidecar is gone, and with it the memory that it had made for regions {regions}: build a new cache",
             field=f"memory[{gone[0]}]",
             regions=regions,
         )
