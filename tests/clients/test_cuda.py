@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,8 @@ from kvxfer.core.errors import KvxferError, Reason
 from kvxfer.core.layout import CacheLayout, Group, GroupKind, MemoryKind, Region, UnitRange
 from kvxfer.embedded import EmbeddedSidecar
 from kvxfer.memory import cuda
-from kvxfer.xfer.loopback import Fabric, LoopbackEngine
+from kvxfer.xfer.api import Span
+from kvxfer.xfer.loopback import Fabric, LoopbackDriver, LoopbackEngine
 from kvxfer_client import (
     Client,
     CudaIpc,
@@ -61,10 +63,16 @@ def engine(library: Path, handle: object, writes: bytes) -> bytes:
     return bytes.fromhex(done.stdout.split()[1])
 
 
-def test_a_read_between_two_caches_on_gpus(library: Path) -> None:
+def test_a_read_between_two_caches_on_gpus(library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Registered, exported, written by an engine's process, read, and seen by another's: all but the copy itself is
     what would run on a GPU."""
-    fabric = Fabric()
+    fabric, register = Fabric(), LoopbackDriver.register
+
+    def register_as_host_memory(driver: LoopbackDriver, spans: Sequence[Span]) -> object:
+        assert {(span.kind, span.device) for span in spans} == {(MemoryKind.VRAM, 1)}
+        return register(driver, [replace(span, kind=MemoryKind.DRAM, device=0) for span in spans])
+
+    monkeypatch.setattr(LoopbackDriver, "register", register_as_host_memory)
 
     def sidecar() -> EmbeddedSidecar:
         return EmbeddedSidecar(make_engine=lambda name, on: LoopbackEngine(name, fabric, on), allow_cuda=True)

@@ -18,7 +18,9 @@ handles = st.one_of(
     st.builds(FileHandle, st.sampled_from(["/dev/shm/a", "/x/ü.kv"]), offsets, sizes),
     st.builds(Memfd, st.integers(1, 2**31 - 1), ints, offsets, sizes),
     st.builds(Owned, sizes, st.sampled_from(OwnedBacking)),
-    st.builds(CudaIpc, st.binary(min_size=64, max_size=64), offsets, sizes, st.just(0), st.sampled_from([b"", b"u" * 16])),
+    st.builds(
+        CudaIpc, st.binary(min_size=64, max_size=64), offsets, sizes, st.just(0), st.sampled_from([b"", b"u" * 16])
+    ),
     st.builds(Address, st.integers(1, 2**62 - 1), sizes),
 )
 
