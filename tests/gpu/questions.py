@@ -1,7 +1,7 @@
 """Three ways to have a cache on a GPU, each with two processes: who has made the memory, and who reads with NIXL.
 
-A *holder* is a process with memory on GPU 0 that is filled with a pattern and offered to readers; the test reads it over
-NIXL into memory of its own GPU, and looks at every byte.
+A *holder* is a process with memory on GPU 0 that is filled with a pattern and offered to readers; the test reads it
+over NIXL into memory of its own GPU, and looks at every byte.
 """
 
 from __future__ import annotations
