@@ -92,5 +92,5 @@ def judge(gpu: Gpu, rdma: Sequence[str], modules: Sequence[str] | None) -> list[
         )
     elif rdma:
         findings.append(ok(CHECK, f"the NIC gets at GPU memory by {'nvidia-peermem' if gpu.peermem else 'dma-buf'}"))
-    findings.append(ok(CHECK, "caches lie in the memory of the host; GPU memory is taken only with allow_cuda, and was never tested"))
+    findings.append(ok(CHECK, "caches lie in the memory of the host: that of GPUs is untested, and off (allow_cuda)"))
     return findings
