@@ -11,7 +11,9 @@ import ipaddress
 import os
 import re
 import socket
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
@@ -104,6 +106,7 @@ class Settings(BaseSettings):
     allow_address: bool = Field(
         False, description="Take plain addresses: embedded mode only, set by the code that embeds."
     )
+    allow_cuda: bool = Field(False, description="Take CUDA IPC handles, and make memory on GPUs: never tested on one.")
     memory_file_mode: FileMode = Field("0600", description="Mode of sidecar-owned memory files, octal.")
     memory_file_group: GroupName = Field("", description="Their group, by name or number; empty leaves it.")
 
@@ -242,6 +245,7 @@ class Settings(BaseSettings):
             shm_prefix=self.shm_prefix,
             allow_memfd=self.allow_memfd,
             allow_address=self.allow_address,
+            allow_cuda=self.allow_cuda,
             file_mode=int(self.memory_file_mode, 8),
             group=group_number(self.memory_file_group),
         )
@@ -286,6 +290,26 @@ class Settings(BaseSettings):
                 Reason.FIELD_INVALID, f"the settings file {file} cannot be read: {why}", field="config"
             ) from error
         return loaded
+
+
+def problems(error: ValidationError) -> list[str]:
+    """What is wrong with settings, one text for each."""
+    return [_problem(one) for one in error.errors()]
+
+
+def _problem(one: Mapping[str, Any]) -> str:
+    name = ".".join(map(str, one["loc"])) or "settings"
+    if one["type"] == "extra_forbidden":
+        return no_setting(name, list(Settings.model_fields))
+    if one["type"] == "value_error":  # of our own checks, which say what the value is
+        return f"{name}: {one['msg'].removeprefix('Value error, ')}"
+    return f"{name}: {one['msg']}, not {one['input']!r}"
+
+
+def no_setting(name: str, known: Sequence[str]) -> str:
+    """That there is no such setting, and which may be meant."""
+    meant = get_close_matches(name, known, 1, cutoff=0.8)
+    return f"{name} is no setting" + (f"; is {meant[0]} meant?" if meant else "")
 
 
 #: Hosts that stand for every address of this machine, and so for none that a peer can call.

@@ -1,7 +1,7 @@
 """The composition root: settings in, a running service out.
 
-:class:`Sidecar` is what ``kvxfer serve`` runs; an engine may build one in its own process (with ``allow_address``)
-where memory cannot be shared between processes.
+:class:`Sidecar` is what ``kvxfer serve`` runs, and, where memory cannot be shared between processes,
+:class:`kvxfer.embedded.EmbeddedSidecar` in the process of an engine.
 """
 
 from __future__ import annotations
@@ -285,8 +285,10 @@ class Sidecar:
         group = group_number(self.settings.engine_socket_group)
         _make_way(path, group)
         mode = int(self.settings.engine_socket_mode, 8)
-        # The socket must never be open to others, not even for the moment before chmod.
-        before = os.umask(0o777 & ~mode)
+        # The socket must never be open to others, not even for the moment before chmod.  Where its directory is closed
+        # to them the mask can stay: it is that of the whole process, which may be an engine's.
+        private = path.parent.stat().st_mode & 0o077 == 0
+        before = None if private else os.umask(0o777 & ~mode)
         try:
             _try_to_bind([(socket.AF_UNIX, str(path))])
             path.unlink()
@@ -306,7 +308,8 @@ class Sidecar:
                 path=path,
             ) from error
         finally:
-            os.umask(before)
+            if before is not None:
+                os.umask(before)
 
     # -- health and time -------------------------------------------------------------------------------------------
 
@@ -416,8 +419,17 @@ def serve(settings: Settings, started: Callable[[Sidecar], None] | None = None) 
     """Run a sidecar until SIGINT or SIGTERM; a second signal ends the process at once.
 
     :param started: called once both listeners serve.
+
+    :raises KvxferError: FIELD_INVALID where it cannot start; UNSUPPORTED where NIXL is not installed.
     """
     from kvxfer.xfer.nixl import preload
+
+    if settings.allow_address:  # every address that an engine could name would be one of this process
+        raise KvxferError(
+            Reason.FIELD_INVALID,
+            "allow_address is for a sidecar that is embedded in its engine (kvxfer.embedded)",
+            field="allow_address",
+        )
 
     configure(settings.log_level, settings.log_format)
     preload()

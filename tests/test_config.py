@@ -14,7 +14,7 @@ from cryptography.hazmat.primitives.serialization import (
 )
 from pydantic import ValidationError
 
-from kvxfer.config import SOCKET_PATH_LIMIT, Settings
+from kvxfer.config import SOCKET_PATH_LIMIT, Settings, problems
 from kvxfer.core.errors import KvxferError
 from tests.support.certificates import Authority, Identity, write
 
@@ -132,3 +132,16 @@ def test_a_file_that_cannot_be_read(tmp_path: Path, content: bytes | None, says:
 
 def test_a_shell_completes_directories_with_a_slash() -> None:
     assert Settings(memory_directories=("/dev/shm/a/", "/")).memory_directories == ("/dev/shm/a", "/")
+
+
+def test_problems_name_the_setting() -> None:
+    with pytest.raises(ValidationError) as caught:
+        Settings(peer_port=-1, lanes=0)
+    assert [text.split(":")[0] for text in problems(caught.value)] == ["peer_port", "lanes"]
+    assert problems(caught.value)[0].endswith("greater than or equal to 0, not -1")
+    with pytest.raises(ValidationError) as caught:
+        Settings(peer_prt=1, x=2)
+    assert problems(caught.value) == ["peer_prt is no setting; is peer_port meant?", "x is no setting"]
+    with pytest.raises(ValidationError) as caught:
+        Settings(peer_host="0.0.0.0")
+    assert problems(caught.value)[0].startswith("settings: peer_host '0.0.0.0' is not loopback")

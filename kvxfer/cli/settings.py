@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from kvxfer.core.errors import KvxferError, Reason
-
-if TYPE_CHECKING:
-    from pydantic import ValidationError
 
 #: Options that may be repeated, each with one item of a setting.
 _ITEMS: Final[Mapping[str, str]] = {
@@ -40,20 +36,6 @@ def flags(options: Mapping[str, Any], pairs: Iterable[str]) -> dict[str, Any]:
     return found
 
 
-def problems(error: ValidationError) -> list[str]:
-    """What is wrong with settings, one text for each."""
-    return [_problem(one) for one in error.errors()]
-
-
-def _problem(one: Mapping[str, Any]) -> str:
-    name = ".".join(map(str, one["loc"])) or "settings"
-    if one["type"] == "extra_forbidden":
-        return _no_setting(name, _settings())
-    if one["type"] == "value_error":  # of our own checks, which say what the value is
-        return f"{name}: {one['msg'].removeprefix('Value error, ')}"
-    return f"{name}: {one['msg']}, not {one['input']!r}"
-
-
 def as_toml(settings: Mapping[str, Any]) -> str:
     """Settings as a file that ``--config`` reads; what is not set, for which TOML has no word, is a comment."""
     lines = [
@@ -70,20 +52,11 @@ def _toml(value: bool | float | str | Path | tuple[str, ...]) -> str:
 
 def unknown_variables(environment: Mapping[str, str]) -> list[str]:
     """Variables that look like a setting of kvxfer's and are none, each with the setting that may be meant."""
-    names = [f"KVXFER_{name.upper()}" for name in _settings()]
+    from kvxfer.config import Settings, no_setting
+
+    names = [f"KVXFER_{name.upper()}" for name in Settings.model_fields]
     return [
-        _no_setting(variable, names)
+        no_setting(variable, names)
         for variable in environment
         if variable.upper().startswith("KVXFER_") and variable.upper() not in names
     ]
-
-
-def _settings() -> list[str]:
-    from kvxfer.config import Settings
-
-    return list(Settings.model_fields)
-
-
-def _no_setting(name: str, known: list[str]) -> str:
-    meant = get_close_matches(name, known, 1, cutoff=0.8)
-    return f"{name} is no setting" + (f"; is {meant[0]} meant?" if meant else "")
