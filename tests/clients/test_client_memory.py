@@ -127,7 +127,7 @@ def test_handles(tmp_path: Path) -> None:
                 os.ftruncate(handle.fd, size)
 
 
-@pytest.mark.parametrize("backing", list(OwnedBacking))
+@pytest.mark.parametrize("backing", [OwnedBacking.FILE, OwnedBacking.MEMFD])
 def test_sidecar_owned_memory(backing: OwnedBacking, policy: MemoryPolicy) -> None:
     mapped = open_region(Owned(5000, backing), policy)
     handle = mapped.export()
