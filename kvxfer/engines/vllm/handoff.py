@@ -21,7 +21,8 @@ from kvxfer.wire.params import ticket_from_params, ticket_to_params
 from kvxfer.wire.tickets import Ticket, TicketRank, ticket_to_string
 from kvxfer_client.tickets import make_ticket, new_lease_token
 
-log = logging.getLogger(__name__)
+# vLLM shows what is logged below its own name.
+log = logging.getLogger("vllm.kvxfer")
 
 #: The statuses, by name, of requests that have come to their end and not been cut off.
 COMPLETE = frozenset({"FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED"})

@@ -22,7 +22,8 @@ from kvxfer.core.resolve import BlockList
 from kvxfer.engines.vllm.steps import Publication, Reading, Step
 from kvxfer_client import Client, LeaseInfo, Registered, Session, TransferInfo, TransferState
 
-log = logging.getLogger(__name__)
+# vLLM shows what is logged below its own name.
+log = logging.getLogger("vllm.kvxfer")
 
 #: Calls that run at once.
 THREADS: Final = 8
