@@ -299,6 +299,16 @@ def test_a_bad_ticket_is_computed_instead(tmp_path: Path) -> None:
     assert engine.schedule().num_scheduled_tokens == {"r": 40}
 
 
+def test_aborted_before_it_was_scheduled_its_ticket_is_given_back(tmp_path: Path) -> None:
+    from vllm.v1.request import RequestStatus
+
+    engine = Engine(config_of(tmp_path), Scheduler)
+    params = ticket(tmp_path, 40)
+    engine.add("r", 40, params)
+    engine.scheduler.finish_requests("r", RequestStatus.FINISHED_ABORTED)
+    assert engine.schedule().kv_connector_metadata.step.give_back == (params["kvxfer_ticket"],)
+
+
 def test_aborted_while_it_is_read_its_blocks_wait(tmp_path: Path) -> None:
     from vllm.v1.request import RequestStatus
 

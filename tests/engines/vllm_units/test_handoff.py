@@ -216,7 +216,17 @@ def test_nothing_is_read_where_all_is_cached() -> None:
     d, request = decoding(params)
     assert d.handoff.matched(request, 48) == 0
     d.handoff.allocated(request, [[1, 2, 3], [13]], 0)
-    assert not d.handoff.step()
+    step = d.handoff.step()
+    assert not step.read
+    assert [ticket_from_string(t).request_id for t in step.give_back] == [params["remote_request_id"]]
+
+
+def test_a_request_that_never_got_blocks_gives_its_ticket_back() -> None:
+    _, params, _ = prefilled()
+    d, request = decoding(params)
+    request.status = Status.FINISHED_ABORTED
+    assert d.handoff.finished(request, [[], []]) == (False, None)
+    assert [ticket_from_string(t).request_id for t in d.handoff.step().give_back] == [params["remote_request_id"]]
 
 
 @pytest.mark.parametrize(

@@ -97,7 +97,11 @@ class World:
 
     def settled(self) -> Results:
         """Once all calls that are due have been made."""
-        self.mover._pool.shutdown(wait=True)
+        for _ in self.mover._threads:
+            self.mover._work.put(None)
+        for thread in self.mover._threads:
+            thread.join(10)
+            assert not thread.is_alive()
         return self.mover.take()
 
     def posted(self) -> str:

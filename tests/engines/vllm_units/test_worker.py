@@ -188,6 +188,21 @@ async def test_what_p_does_not_hold_is_not_presented_as_good(world: World) -> No
     assert d.handoff.matched(request, 0) == 0
 
 
+@pytest.mark.parametrize("scheduled", [True, False])
+async def test_p_s_blocks_are_free_when_d_does_not_want_them(world: World, scheduled: bool) -> None:
+    """All is in D's own cache, or the request is given up before it got a place: P need not wait."""
+    p, d = await world.pair()
+    request = FakeRequest(prefilled(p), 40, 0, status=Status.FINISHED_ABORTED, request_id="on d")
+    await asyncio.to_thread(p.step)
+    if scheduled:
+        d.handoff.allocated(request, [[1, 2, 3], [9]], 0)
+    else:
+        d.handoff.finished(request, [[], []])
+    await asyncio.to_thread(d.step)
+    await p.until("sent", "on p")
+    assert not d.memory.any()
+
+
 async def test_p_s_engine_dies_after_the_prefill(world: World) -> None:
     """Its memory is the sidecar's, and stays."""
     p, d = await world.pair()
