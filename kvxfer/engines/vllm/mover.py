@@ -179,6 +179,11 @@ class Mover:
             results, self._results = self._results, Results()
         return results
 
+    @property
+    def holds(self) -> bool:
+        """Whether there are blocks that peers may read."""
+        return bool(self._published)
+
     def take_registered(self) -> Registered | None:
         """The registration, where it is another one than at the last call."""
         with self._lock:

@@ -275,6 +275,11 @@ def test_cancelled_while_it_is_being_posted(world: World) -> None:
     world.begin(Step(read=(READING,)))
     world.client.called()
     world.begin(Step(cancel=("r",)))
+    # Whatever the crew was given before these has begun when they have.
+    marks = [threading.Event() for _ in range(2)]
+    for mark in marks:
+        world.mover._later(mark.set)
+        assert mark.wait(10)
     assert world.client.quiet
     assert world.mover.take() == FREE
     world.client.gates["read"].set()
