@@ -21,6 +21,9 @@ MAX_CONFIG_BYTES: Final = 16 * 2**20
 #: Where multi-modal configs keep the language model's own.
 _NESTED: Final = ("text_config", "llm_config", "language_config")
 
+#: Both spellings of the model's data type.
+_DTYPE: Final = {"torch_dtype", "dtype"}
+
 Config = Mapping[str, object]
 
 
@@ -78,11 +81,12 @@ class Fields:
         return dict(self._config)
 
     def nested(self) -> Fields | None:
-        """The language model's part of a multi-modal config, if there is one."""
+        """The language model's part of a multi-modal config, if there is one; its data type may stand outside."""
         for key in _NESTED:
             inner = self._config.get(key)
             if isinstance(inner, Mapping):
-                return Fields(inner)
+                outside = {} if _DTYPE & inner.keys() else {key: self._config.get(key) for key in _DTYPE}
+                return Fields({**outside, **inner})
         return None
 
     def integer(self, *keys: str, default: int | None = None, low: int = 1, high: int = MAX_WIDTH) -> int:

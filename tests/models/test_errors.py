@@ -10,7 +10,7 @@ import pytest
 
 from kvxfer.core.errors import KvxferError, Reason
 from kvxfer.core.layout import Rank
-from kvxfer.models import EXAMPLES, EngineOptions, build, build_all, example, load_config
+from kvxfer.models import EXAMPLES, EngineOptions, build, build_all, example, load_config, model_spec
 
 NANO = "nemotron-3-nano-30b-a3b"
 
@@ -74,6 +74,9 @@ def test_unknown_model_lists_known_ones() -> None:
     assert "'gpt2'" in error.message
     for known in ("nemotron_h", "qwen3_next", "jamba", "llama", "deepseek_v3"):
         assert known in error.message
+    assert "docs/how-to/add-a-model.md" in error.message
+    inside = refused({"model_type": "gpt2_vl", "text_config": {"model_type": "gpt2_text"}})
+    assert "'gpt2_vl (inside: gpt2_text)'" in inside.message
     assert refused({}).field == "model_type"
     assert refused({"model_type": 7}).field == "model_type"
     assert refused({"architectures": "NemotronHForCausalLM"}).field == "architectures"
@@ -84,6 +87,9 @@ def test_architectures_and_nested_configs() -> None:
     plain = {k: v for k, v in example(NANO).items() if k != "model_type"}
     assert build(plain, EngineOptions()) == wanted
     assert build({"model_type": "some_vl", "text_config": example(NANO)}, EngineOptions()) == wanted
+    outside = {"text_config": without(NANO, "torch_dtype"), "torch_dtype": "float16"}
+    assert model_spec(outside).dtype == "float16"
+    assert model_spec({**outside, "text_config": {**example(NANO), "torch_dtype": "float32"}}).dtype == "float32"
     listed = without(NANO, "hybrid_override_pattern", "num_hidden_layers")
     words = {"M": "mamba", "*": "attention", "E": "moe", "-": "mlp"}
     listed["layers_block_type"] = [words[c] for c in str(example(NANO)["hybrid_override_pattern"])]
