@@ -30,7 +30,13 @@ settings.load_profile(PROFILE)
 PROPERTY_TIMEOUT = {"ci": 300, "soak": 0}
 
 # What uses the real NIXL.  It spins while it transfers: these run after the rest, a file on each core.
-NIXL = ("gpu/", "integration/", "xfer/test_nixl.py")
+NIXL = (
+    "engines/transformers/test_page.py",
+    "engines/transformers/test_sequence.py",
+    "gpu/",
+    "integration/",
+    "xfer/test_nixl.py",
+)
 # Of these, what watches the clock, or counts what the machine has open: they run last, with nothing beside them.
 ALONE = (
     "chaos/test_network.py",

@@ -4,7 +4,7 @@ The driver and not the runtime or torch: it comes with the machine and not with 
 CUDA toolkit of the engine's version.  Everything happens in a device's *primary context*, which is the one that
 the runtime, and so torch, uses in the same process.
 
-**Never run on a GPU yet** (``docs/decisions/0014-gpu-memory.md``); the tests run it against a double of the library.
+**Never run on a GPU yet** (``docs/decisions/0016-gpu-memory.md``); the tests run it against a double of the library.
 Names and meanings of the functions: CUDA Driver API reference, sections 6.6 (primary context), 6.13 (memory), 6.14
 (IPC).
 """

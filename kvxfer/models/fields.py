@@ -133,6 +133,46 @@ class Fields:
                 raise field_error(key, item, "a list of strings")
         return tuple(value)
 
+    def integers(self, key: str, low: int = 0, high: int = MAX_LAYERS) -> tuple[int, ...]:
+        """A list of integers; empty where the key is absent.
+
+        :raises KvxferError: FIELD_INVALID if it is anything else, or longer than any model is deep.
+        """
+        value = self.get(key)
+        if value is None:
+            return ()
+        if not isinstance(value, (list, tuple)) or len(value) > MAX_LAYERS:
+            raise field_error(key, value, f"a list of at most {MAX_LAYERS} integers")
+        return tuple(check_int(key, item, low, high) for item in value)
+
+    def kinds(self, key: str, known: Mapping[str, str]) -> tuple[str, ...]:
+        """What each layer is, from a list with one entry a layer; empty where the key is absent.
+
+        :param known: the words that the list may have, and what they mean.  Configs that Transformers 5 has written say
+            ``linear_attention`` and ``full_attention`` where older ones say ``mamba`` and ``attention``.
+        :raises KvxferError: FIELD_INVALID for another word, or a length that is not ``num_hidden_layers``.
+        """
+        listed = self.texts(key)
+        for item in listed:
+            if item not in known:
+                raise field_error(key, item, ", ".join(known))
+        depth = self.integer("num_hidden_layers", default=max(1, len(listed)), high=MAX_LAYERS)
+        if listed and len(listed) != depth:
+            raise field_error("num_hidden_layers", depth, f"the length of {key}, {len(listed)}")
+        return tuple(known[item] for item in listed)
+
+    def part(self, key: str) -> Fields | None:
+        """A config inside this one, if it is there.
+
+        :raises KvxferError: FIELD_INVALID if it is no JSON object.
+        """
+        value = self.get(key)
+        if value is None:
+            return None
+        if not isinstance(value, Mapping):
+            raise field_error(key, value, "a JSON object")
+        return Fields(value)
+
     def layers(self) -> int:
         """``num_hidden_layers``."""
         return self.integer("num_hidden_layers", high=MAX_LAYERS)

@@ -102,7 +102,7 @@ def test_report_for_people(place: Path) -> None:
     assert "\x1b" not in done.stdout + done.stderr
     assert "scaled down:" in done.stdout
     assert done.stdout.rstrip().splitlines()[-1].startswith("every byte verified: ")
-    assert "handshake: 1 ranks" in done.stderr
+    assert "handshake: 1 rank" in done.stderr
 
 
 # -- processes that are ended ------------------------------------------------------------------------------------------

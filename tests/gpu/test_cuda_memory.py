@@ -1,6 +1,6 @@
 """What NIXL takes as device memory, and which transports then work between two processes on one GPU.
 
-Not run yet: there was no GPU.  The answers belong into docs/decisions/0014-gpu-memory.md.
+Not run yet: there was no GPU.  The answers belong into docs/decisions/0016-gpu-memory.md.
 """
 
 from __future__ import annotations
