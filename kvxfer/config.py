@@ -14,7 +14,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import AfterValidator, Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict, TomlConfigSettingsSource
 
 from kvxfer.core.errors import KvxferError
@@ -269,6 +269,14 @@ class Settings(BaseSettings):
 
         loaded: Settings = FromFile(**flags)
         return loaded
+
+
+def problems(error: ValidationError) -> list[str]:
+    """What is wrong with settings, one text for each."""
+    return [
+        f"{'.'.join(map(str, e['loc'])) or 'settings'}: {e['msg'].removeprefix('Value error, ')}"
+        for e in error.errors()
+    ]
 
 
 #: Hosts that stand for every address of this machine, and so for none that a peer can call.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from typing import Final
+from typing import Any, Final
 
 import structlog
 from structlog.typing import EventDict, WrappedLogger
@@ -55,3 +55,28 @@ def configure(level: str, form: str) -> None:
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(threshold)
+
+
+def use_logging() -> None:
+    """Send what is logged through structlog to :mod:`logging`, under the names of the modules that log.
+
+    For a process that is not ours: what is done with it there, and from which level on, is its owner's affair.  Where
+    structlog was configured already it stays as it is.
+    """
+    if not structlog.is_configured():
+        structlog.configure(
+            processors=[
+                structlog.stdlib.filter_by_level,
+                structlog.contextvars.merge_contextvars,
+                redact,
+                _as_record,
+            ],
+            wrapper_class=structlog.stdlib.BoundLogger,
+            logger_factory=structlog.stdlib.LoggerFactory(),
+        )
+
+
+def _as_record(_: WrappedLogger, __: str, event: EventDict) -> tuple[tuple[str], dict[str, Any]]:
+    """As one line, ``what happened key=value``; a traceback is logging's to print."""
+    what, error = event.pop("event"), event.pop("exc_info", None)
+    return (" ".join([str(what), *(f"{key}={value!r}" for key, value in event.items())]),), {"exc_info": error}

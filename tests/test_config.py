@@ -14,7 +14,7 @@ from cryptography.hazmat.primitives.serialization import (
 )
 from pydantic import ValidationError
 
-from kvxfer.config import SOCKET_PATH_LIMIT, Settings
+from kvxfer.config import SOCKET_PATH_LIMIT, Settings, problems
 from tests.support.certificates import Authority, Identity, write
 
 
@@ -110,3 +110,12 @@ def test_a_file_is_checked_as_well(tmp_path: Path) -> None:
     file.write_text('memory_file_mode = "0666"\n')
     with pytest.raises(ValidationError, match="file_mode"):
         Settings.load(file)
+
+
+def test_problems_name_the_setting() -> None:
+    with pytest.raises(ValidationError) as caught:
+        Settings(peer_port=-1, lanes=0)
+    assert [text.split(":")[0] for text in problems(caught.value)] == ["peer_port", "lanes"]
+    with pytest.raises(ValidationError) as caught:
+        Settings(peer_host="0.0.0.0")
+    assert problems(caught.value)[0].startswith("settings: peer_host '0.0.0.0' is not loopback")

@@ -80,6 +80,7 @@ LAYERS: dict[str, Layer] = {
     "kvxfer.config": Layer(ours=COMPOSITION, theirs=("pydantic", "pydantic_settings", "tomli")),
     "kvxfer.doctor": Layer(ours=(*COMPOSITION, "kvxfer.sizes"), theirs=(*GRPC, "numpy")),
     "kvxfer.sidecar": Layer(ours=COMPOSITION, theirs=(*GRPC, "numpy", "structlog", "uvloop")),
+    "kvxfer.embedded": Layer(ours=(*COMPOSITION, "kvxfer.sidecar"), theirs=("pydantic", "structlog", "uvloop")),
     "kvxfer.cli": Layer(
         ours=("kvxfer", "kvxfer_client"),
         theirs=(*GRPC, "numpy", "pydantic", "pydantic_settings", "rich", "structlog", "typer", "uvloop"),
@@ -88,7 +89,7 @@ LAYERS: dict[str, Layer] = {
     "kvxfer.__main__": Layer(ours=("kvxfer.cli",)),
     # These run inside an engine, which is there already when its module here is loaded.
     "kvxfer.engines": Layer(
-        ours=(*CLIENT, "kvxfer.models", "kvxfer_client"), theirs=("numpy",), lazily=("torch", "kvxfer.sidecar")
+        ours=(*CLIENT, "kvxfer.models", "kvxfer_client"), theirs=("numpy",), lazily=("torch", "kvxfer.embedded")
     ),
     "kvxfer.engines.vllm": Layer(
         ours=(*CLIENT, "kvxfer.models", "kvxfer.engines", "kvxfer_client"), theirs=("numpy", "torch", "vllm")

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from kvxfer.cli.settings import flags, problems, unknown_variables
+from kvxfer.cli.settings import flags, unknown_variables
 from kvxfer.core.errors import KvxferError, Reason
 
 
@@ -66,7 +66,7 @@ def serve(
     """
     from pydantic import ValidationError
 
-    from kvxfer.config import Settings
+    from kvxfer.config import Settings, problems
 
     options: dict[str, Any] = {
         "engine_socket": engine_socket,

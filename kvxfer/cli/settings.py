@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from kvxfer.core.errors import KvxferError, Reason
-
-if TYPE_CHECKING:
-    from pydantic import ValidationError
 
 #: Options that may be repeated, each with one item of a setting.
 _ITEMS: Final[Mapping[str, str]] = {
@@ -32,14 +29,6 @@ def flags(options: Mapping[str, Any], pairs: Iterable[str]) -> dict[str, Any]:
             raise KvxferError(Reason.FIELD_INVALID, f"--set takes name=value, not {pair!r}", field="set")
         found[name] = value
     return found
-
-
-def problems(error: ValidationError) -> list[str]:
-    """What is wrong with settings, one text for each."""
-    return [
-        f"{'.'.join(map(str, e['loc'])) or 'settings'}: {e['msg'].removeprefix('Value error, ')}"
-        for e in error.errors()
-    ]
 
 
 def unknown_variables(environment: Mapping[str, str]) -> list[str]:

@@ -86,7 +86,11 @@ def _translate(caught: Exception, default: Reason, what: str, **values: object) 
     return KvxferError(reason, what, field="", **values)
 
 
-def _load() -> Any:
+def load() -> Any:
+    """Import NIXL.
+
+    :raises KvxferError: UNSUPPORTED where it is not installed.
+    """
     apply_defaults()  # before the import: UCX reads part of its settings when it is loaded
     try:
         return importlib.import_module("nixl._api")
@@ -104,11 +108,11 @@ def preload() -> None:
     :raises KvxferError: UNSUPPORTED where NIXL is not installed.
     """
     if "torch" in sys.modules:
-        _load()
+        load()
         return
     sys.modules["torch"] = None  # type: ignore[assignment]  # what makes an import of it fail at once
     try:
-        _load()
+        load()
     finally:
         del sys.modules["torch"]
 
@@ -132,7 +136,7 @@ class NixlDriver:
 
     def open(self, name: str) -> None:
         """Create the agent and its backends."""
-        api = _load()
+        api = load()
         config: dict[str, Any] = {"enable_prog_thread": False, "capture_telemetry": True, "backends": []}
         with _translated(Reason.INTERNAL, "the NIXL agent could not be created", agent=name):
             self._agent = api.nixl_agent(name, api.nixl_agent_config(**config))

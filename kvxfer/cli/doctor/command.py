@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, get_type_hints
 import typer
 
 from kvxfer.cli.serve import serve
-from kvxfer.cli.settings import flags, problems
+from kvxfer.cli.settings import flags
 from kvxfer.core.errors import KvxferError, Reason
 
 if TYPE_CHECKING:
@@ -125,7 +125,7 @@ def _settings(options: dict[str, Any]) -> tuple[Settings, list[str]]:
     """The settings, and why ``kvxfer serve`` would refuse them, as long as each of them means something by itself."""
     from pydantic import ValidationError, model_validator
 
-    from kvxfer.config import Settings
+    from kvxfer.config import Settings, problems
 
     class Lenient(Settings):
         """Without the checks that look at several settings, and at files."""
