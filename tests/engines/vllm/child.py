@@ -1,6 +1,6 @@
 """An engine's process: vLLM's own engine, stepped as its own loop would, and told through a pipe what to do.
 
-Imported ahead by the server that these processes are forked from, because importing vLLM takes most of an engine's start.
+Imported ahead by the server that these processes are forked from: importing vLLM takes most of an engine's start.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ def run(pipe: Connection, log: str, environment: Mapping[str, str], args: dict[s
                     break
                 try:
                     pipe.send(("", getattr(engine, command)(**arguments)))
-                except Exception:
+                except Exception:  # noqa: BLE001 - whatever it was, the test is told
                     traceback.print_exc()
                     pipe.send((traceback.format_exc(), None))
             elif engine.wants_a_step():
                 engine.step()
         engine.shutdown()
         pipe.send(("", None))
-    except BaseException:
+    except BaseException:  # noqa: BLE001 - ends the process, and the test sees that
         traceback.print_exc()
         sys.stdout.flush()
         os._exit(1)

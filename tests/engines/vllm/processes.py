@@ -85,7 +85,9 @@ class EngineProcess:
     A context manager: ends it, in whatever way.
     """
 
-    def __init__(self, forks: Forks, name: str, directory: Path, args: dict[str, Any], transfer: Transfer | None) -> None:
+    def __init__(
+        self, forks: Forks, name: str, directory: Path, args: dict[str, Any], transfer: Transfer | None
+    ) -> None:
         self.name = f"{name}-{next(_numbers)}"
         self.log_path = directory / f"{self.name}.log"
         self.log_path.touch()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Final
 
 from tests.engines.vllm.models import MAX_TOKENS, Model
@@ -50,6 +51,24 @@ def nixl(port: int) -> Transfer:
     """
     config = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device": "cpu"}
     return Transfer(config, {"VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1", "VLLM_NIXL_SIDE_CHANNEL_PORT": str(port)})
+
+
+def kvxfer(socket: Path, engine_id: str, *, module: str = "kvxfer.engines.vllm", **extra: Any) -> Transfer:
+    """Ours.
+
+    :param socket: of its sidecar.
+    :param module: where the class is found; its name is always the same.
+    :param extra: more of ``kv_connector_extra_config``.
+    """
+    config = {
+        "kv_connector": "KvxferConnector",
+        "kv_connector_module_path": module,
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "engine_id": engine_id,
+        "kv_connector_extra_config": {"engine_socket": str(socket), **extra},
+    }
+    return Transfer(config)
 
 
 def engine_args(model: Model, path: str, transfer: Transfer | None = None, **other: Any) -> dict[str, Any]:
