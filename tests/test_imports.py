@@ -91,8 +91,12 @@ LAYERS: dict[str, Layer] = {
     "kvxfer.engines": Layer(
         ours=(*CLIENT, "kvxfer.models", "kvxfer_client"), theirs=("numpy",), lazily=("torch", "kvxfer.embedded")
     ),
-    "kvxfer.engines.vllm": Layer(
-        ours=(*CLIENT, "kvxfer.models", "kvxfer.engines", "kvxfer_client"), theirs=("numpy", "torch", "vllm")
+    # Of the connector only what touches vLLM needs it; the rest is tested without.
+    "kvxfer.engines.vllm": Layer(ours=(*CLIENT, "kvxfer_client"), theirs=("numpy",), lazily=("kvxfer.embedded",)),
+    "kvxfer.engines.vllm.lending": Layer(ours=(*CLIENT, "kvxfer.engines.vllm", "kvxfer_client"), theirs=("torch",)),
+    "kvxfer.engines.vllm.specs": Layer(ours=(*CLIENT, "kvxfer.engines.vllm"), theirs=("torch", "vllm")),
+    "kvxfer.engines.vllm.connector": Layer(
+        ours=(*CLIENT, "kvxfer.engines.vllm", "kvxfer_client"), theirs=("torch", "vllm")
     ),
     "kvxfer.engines.transformers": Layer(
         ours=(*CLIENT, "kvxfer.models", "kvxfer.engines", "kvxfer_client"), theirs=("numpy", "torch", "transformers")
@@ -235,6 +239,7 @@ def test_module_imports_only_what_its_layer_stands_on(module: str) -> None:
         ("kvxfer.sidecar", "from kvxfer.cli import main"),
         ("kvxfer.config", "import kvxfer.cli"),
         ("kvxfer", "from kvxfer.sidecar import Sidecar"),
+        ("kvxfer.engines.vllm.handoff", "import vllm"),
         ("kvxfer_client.client", "from kvxfer.memory.api import open_handle"),
         ("kvxfer_client.client", "import structlog"),
         ("kvxfer_client.client", "from google import cloud"),
@@ -261,7 +266,7 @@ def test_forbidden_arrow_is_found(module: str, source: str) -> None:
         ("kvxfer.cli.serve", "from kvxfer.sidecar import Sidecar\nimport kvxfer_client"),
         ("kvxfer_client.client", "import grpc.aio\nfrom google.rpc import error_details_pb2"),
         ("kvxfer_client.memory", "if TYPE_CHECKING:\n    import torch"),
-        ("kvxfer.engines.vllm", "import vllm.config\nimport torch"),
+        ("kvxfer.engines.vllm.connector", "import vllm.config\nimport torch"),
     ],
 )
 def test_allowed_arrow_is_passed(module: str, source: str) -> None:

@@ -45,6 +45,10 @@ def channel_options(message_limit: int) -> list[tuple[str, int]]:
         ("grpc.http2.max_pings_without_data", 0),
         ("grpc.initial_reconnect_backoff_ms", 100),
         ("grpc.max_reconnect_backoff_ms", 2_000),
+        # A pod that starts anew has its old name and another address.  gRPC itself would try the old one for 20
+        # seconds, and ask for the name's address no more than once in 30.
+        ("grpc.min_reconnect_backoff_ms", 3_000),
+        ("grpc.dns_min_time_between_resolutions_ms", 1_000),
         # A rank that restarted listens at the same address: never share a broken connection with a former client.
         ("grpc.use_local_subchannel_pool", 1),
         # The address comes from afar: it is where to connect, never through whom.

@@ -35,8 +35,8 @@ from tests.truth import Blocks, Labels, RankMemory, Want, fewest_sources, verify
 #: Any order on either side, whatever it costs: the worlds have one-byte elements in all orders.
 ANY_ORDER = PairingOptions(min_run_bytes=1)
 
-#: For what needs fewer examples than the truth itself, whichever profile is chosen.
-FEWER = settings(max_examples=max(50, settings().max_examples // 4))
+#: For the truth itself: more examples than the profile has for other tests.
+MORE = settings(max_examples=3 * settings().max_examples)
 
 recipes = st.binary(min_size=CHOICES, max_size=CHOICES).map(Recipe)
 
@@ -100,6 +100,7 @@ def check_world(recipe: bytes) -> None:
         check_rank(world, number, remotes, labels)
 
 
+@MORE
 @given(recipes)
 @example(Recipe())
 def test_every_byte_is_what_it_must_be(recipe: Recipe) -> None:
@@ -107,7 +108,6 @@ def test_every_byte_is_what_it_must_be(recipe: Recipe) -> None:
     check_world(recipe)
 
 
-@FEWER
 @given(recipes)
 def test_a_bad_request_is_refused_with_a_reason(recipe: Recipe) -> None:
     """One thing of a good request is broken: a :class:`KvxferError` of the right reason, and never anything else."""
@@ -128,7 +128,6 @@ def test_a_bad_request_is_refused_with_a_reason(recipe: Recipe) -> None:
     assert caught.value.reason in reasons, (caught.value, reasons)
 
 
-@FEWER
 @given(recipes)
 def test_what_can_not_be_paired_is_refused(recipe: Recipe) -> None:
     """One thing of P's layouts no longer fits D's: LAYOUT_MISMATCH, and never anything else."""
@@ -141,7 +140,6 @@ def test_what_can_not_be_paired_is_refused(recipe: Recipe) -> None:
     assert caught.value.reason is Reason.LAYOUT_MISMATCH
 
 
-@FEWER
 @given(recipes)
 def test_short_runs_are_refused_or_not_made(recipe: Recipe) -> None:
     """With a minimum either the plan is refused, or it is the same as without."""

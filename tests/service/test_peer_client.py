@@ -6,8 +6,12 @@ import asyncio
 import contextlib
 import gc
 import os
+import shutil
+import subprocess
+import sys
 import time
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 
 import grpc
 import grpc.aio
@@ -95,3 +99,22 @@ async def test_a_cancelled_task_that_is_kept_does_not_keep_the_connection() -> N
         task.cancel()
         await asyncio.wait([task])
         assert task.cancelled()
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("iptables"), reason="needs root and iptables")
+@pytest.mark.parametrize("how", ["stop", "drop"])
+def test_a_peer_that_moved_is_found_by_its_name(tmp_path: Path, how: str) -> None:
+    """gRPC itself asks for a name's address once in 30 seconds, and tries the old one for 20."""
+    hosts = tmp_path / "hosts"
+    hosts.touch()
+    inside = f'ip link set lo up && mount --bind {hosts} /etc/hosts && exec "$@"'
+    unshared = ("unshare", "--mount", "--net", "sh", "-c", inside, "sh")
+    done = subprocess.run(
+        [*unshared, sys.executable, "-m", "tests.support.moved_peer", how],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout) < 20

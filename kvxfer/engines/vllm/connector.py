@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from vllm.config import VllmConfig
@@ -23,10 +23,10 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from kvxfer.core.layout import Rank
 from kvxfer.engines.vllm.groups import CacheGroup
 from kvxfer.engines.vllm.handoff import Handoff
-from kvxfer.engines.vllm.settings import MemoryMode, settings_from
+from kvxfer.engines.vllm.settings import settings_from
 from kvxfer.engines.vllm.specs import compatibility_key_of, engine_id_of, groups_of, layout_from, rank_of, unsupported
 from kvxfer.engines.vllm.steps import Step
-from kvxfer.engines.vllm.worker import InProcess, WorkerCache
+from kvxfer.engines.vllm.worker import WorkerCache
 from kvxfer.wire.tickets import TicketRank
 from kvxfer_client import Registered
 
@@ -45,21 +45,21 @@ log = init_logger(__name__)
 
 
 @dataclass
-class StepMetadata(KVConnectorMetadata):
+class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
     """From the scheduler to the workers, with every step."""
 
     step: Step
 
 
 @dataclass
-class RankMetadata(KVConnectorHandshakeMetadata):
+class RankMetadata(KVConnectorHandshakeMetadata):  # type: ignore[misc]
     """From a worker to the scheduler, once at the start."""
 
     rank: TicketRank
 
 
 @dataclass
-class FreshRanks(KVConnectorWorkerMetadata):
+class FreshRanks(KVConnectorWorkerMetadata):  # type: ignore[misc]
     """From the workers to the scheduler, after they have registered again."""
 
     ranks: dict[int, TicketRank]
@@ -86,17 +86,17 @@ class KvxferConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._handoff = Handoff(self._groups, engine_id, key, self._settings.lease_ttl)
             if vllm_config.kv_transfer_config.kv_load_failure_policy == "fail":
                 log.warning(
-                    'Requests that cannot be read fail; to have them computed here, set kv_load_failure_policy to '
+                    "Requests that cannot be read fail; to have them computed here, set kv_load_failure_policy to "
                     '"recompute" in --kv-transfer-config.'
                 )
         else:
             parallel = vllm_config.parallel_config
             self._rank: Rank = rank_of(vllm_config)
             dp = (parallel.data_parallel_index, parallel.data_parallel_size)
-            start = _embedded if self._settings.memory is MemoryMode.EMBEDDED else None
-            self._worker = WorkerCache(self._settings, engine_id, key, self._rank, dp, start)
+            self._worker = WorkerCache(self._settings, engine_id, key, self._rank, dp)
             self._registered: Registered | None = None
-            self._tails: dict[str, list[torch.Tensor]] = {}
+            self._caches: dict[str, list[torch.Tensor]] = {}
+            self._device = torch.device("cpu")
 
     # -- scheduler -------------------------------------------------------------------------------------------------
 
@@ -173,11 +173,11 @@ class KvxferConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """The cache is allocated."""
         layout, buffer = layout_from(self._vllm_config, self._kv_cache_config, self._groups, kv_caches, self._rank)
-        self.worker.register(layout, buffer)
+        self.worker.register(layout, buffer.data_ptr())
         self._registered = self.worker.mover.take_registered()
+        self._device = buffer.device
         for group, spec in zip(self._groups, self._kv_cache_config.kv_cache_groups, strict=True):
-            if not group.is_state:
-                self._tails[group.name] = [kv_caches[name] for name in spec.layer_names]
+            self._caches[group.name] = [kv_caches[name] for name in spec.layer_names]
 
     def get_handshake_metadata(self) -> RankMetadata | None:
         """This worker, for tickets."""
@@ -191,16 +191,15 @@ class KvxferConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if not metadata.step:
             return
         for reading in metadata.step.read:
-            for blocks in reading.blocks:
-                self._clear_tail(blocks.group, list(blocks.ids), reading.num_tokens)
-        self.worker.mover.begin(metadata.step, after_device(self._tails))
+            for group, block in reading.partly.items():
+                self._clear(group, block)
+        self.worker.mover.begin(metadata.step, after_device(self._device))
 
-    def _clear_tail(self, group: str, ids: list[int], num_tokens: int) -> None:
-        """Clear the last block where it is read in part: whatever lay there, also NaN, would be attended to."""
-        for cache in self._tails.get(group, ()):
+    def _clear(self, group: str, block: int) -> None:
+        # What is read leaves the block's end as it was, and attention multiplies that by 0: it must not be NaN.
+        for cache in self._caches[group]:
             ratio = cache.shape[0] // self._kv_cache_config.num_blocks
-            if num_tokens % (ratio * cache.shape[2]):
-                cache[ids[-1] * ratio : (ids[-1] + 1) * ratio].zero_()
+            cache[block * ratio : (block + 1) * ratio].zero_()
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Nothing is loaded while a model runs."""
@@ -253,17 +252,10 @@ def shorten(request: Request, tokens: int) -> None:
     request.max_tokens = 1
 
 
-def after_device(tensors: dict[str, Iterable[torch.Tensor]]) -> Any:
+def after_device(device: torch.device) -> Callable[[], None]:
     """A function that waits until the device has done what it was given so far."""
-    first = next((tensor for each in tensors.values() for tensor in each), None)
-    if first is None or first.device.type != "cuda":
+    if device.type != "cuda":
         return lambda: None
     event = torch.cuda.Event()
     event.record()
-    return event.synchronize
-
-
-def _embedded(settings: dict[str, Any]) -> InProcess:
-    from kvxfer.embedded import EmbeddedSidecar
-
-    return EmbeddedSidecar(**settings).start()
+    return cast("Callable[[], None]", event.synchronize)

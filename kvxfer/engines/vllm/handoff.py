@@ -140,11 +140,16 @@ class Handoff:
             return
         # Lists that the scheduler has made itself do not fail; if they do, the engine must not go on.
         blocks = listed(self._groups, ids, ticket.num_tokens)
-        needed = {g.name: first for g in self._groups if (first := g.needed_from(ticket.num_tokens))}
-        skip = ticket.num_tokens - external
+        end = ticket.num_tokens
+        needed = {g.name: first for g in self._groups if (first := g.needed_from(end))}
+        partly = {
+            group.name: each[(end - 1) // group.block_tokens]
+            for group, each in zip(self._groups, ids, strict=True)
+            if not group.is_state and end % group.block_tokens
+        }
         self._loading.add(request.request_id)
         self._read.append(
-            Reading(request.request_id, ticket_to_string(ticket), blocks, skip, ticket.num_tokens, needed),
+            Reading(request.request_id, ticket_to_string(ticket), blocks, end - external, end, needed, partly),
         )
 
     def loaded(self, request_ids: Sequence[str]) -> None:

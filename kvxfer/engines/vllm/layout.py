@@ -112,6 +112,13 @@ def layout_of(
     return CacheLayout((Region(size, memory, device),), found)
 
 
+def bytes_only(size: int) -> CacheLayout:
+    """A layout that says nothing but how large it is, to have the memory before the tensors are known."""
+    axes = (Axis(AxisKind.UNIT, 1), Axis(AxisKind.INNER, size))
+    view = View("memory", 0, 0, size, 1, (Component("bytes", "uint8", 1, axes, UnitRange(0, 1, 1)),))
+    return CacheLayout((Region(size),), (Group("memory", GroupKind.STATE, (view,)),))
+
+
 def _view(pages: Pages, num_blocks: int, rank: Rank) -> View:
     if isinstance(pages, StatePages):
         return View(pages.layer, 0, pages.offset, pages.stride, num_blocks, tuple(_states(pages, rank)))

@@ -99,6 +99,15 @@ def refuse(key: str, message: str, allowed: str) -> KvxferError:
     return KvxferError(Reason.FIELD_INVALID, f"{where} {message}; allowed: {allowed}", field=where, allowed=allowed)
 
 
+def not_in_host_memory(device: str) -> KvxferError:
+    """An error about a cache on an accelerator, which no setting but one can serve."""
+    return KvxferError(
+        Reason.UNSUPPORTED,
+        f"the cache is on {device}, and only host memory can be shared between engine and sidecar: use memory="
+        f"{MemoryMode.EMBEDDED.value}",
+    )
+
+
 def _mode(value: Any) -> MemoryMode:
     try:
         return MemoryMode(value)

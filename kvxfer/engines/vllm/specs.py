@@ -93,7 +93,7 @@ def layout_from(
     """
     first = next(iter(tensors.values()))
     storage = first.untyped_storage()
-    buffer = torch.empty(0, dtype=torch.uint8, device=first.device).set_(storage)  # type: ignore[call-overload]
+    buffer = torch.empty(0, dtype=torch.uint8, device=first.device).set_(storage)
     per_group = []
     for group, spec in zip(groups, cache.kv_cache_groups, strict=True):
         layers = []

@@ -36,6 +36,7 @@ class Reading:
     :param skip_tokens: what is in the local prefix cache.
     :param num_tokens: of the ticket.
     :param needed_from: by group, the first token that is of use, where it is not the first of all.
+    :param partly: by group, the last block where its end is not read.
     """
 
     request_id: str
@@ -44,6 +45,7 @@ class Reading:
     skip_tokens: int
     num_tokens: int
     needed_from: Mapping[str, int]
+    partly: Mapping[str, int]
 
 
 @dataclass(frozen=True)

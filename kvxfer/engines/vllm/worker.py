@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import logging
+import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
-
-import torch
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from kvxfer.core.errors import KvxferError, Reason
 from kvxfer.core.layout import CacheLayout, MemoryKind, Rank
-from kvxfer.engines.vllm.memory import Lent, bytes_only, not_in_host_memory, shared
+from kvxfer.engines.vllm.layout import bytes_only
 from kvxfer.engines.vllm.mover import Mover
-from kvxfer.engines.vllm.settings import ConnectorSettings, MemoryMode
+from kvxfer.engines.vllm.settings import ConnectorSettings, MemoryMode, not_in_host_memory
 from kvxfer_client import Address, Client, Handle, Owned, Session, SharedRegion
+
+if TYPE_CHECKING:
+    from kvxfer.embedded import EmbeddedSidecar
 
 log = logging.getLogger(__name__)
 
@@ -23,19 +26,10 @@ log = logging.getLogger(__name__)
 PAUSE = 0.5
 
 
-class InProcess(Protocol):
-    """A sidecar in this process."""
-
-    @property
-    def engine_address(self) -> str: ...
-
-    def stop(self) -> None: ...
-
-
 class WorkerCache:
     """One worker's cache, from before it is allocated.
 
-    :param start: starts a sidecar in this process, given its settings; embedded mode only.
+    :raises KvxferError: where no sidecar answers in time, or none can be started in this process.
     """
 
     def __init__(
@@ -45,13 +39,13 @@ class WorkerCache:
         compatibility_key: str,
         rank: Rank,
         dp: tuple[int, int] = (0, 1),
-        start: Callable[[dict[str, Any]], InProcess] | None = None,
     ) -> None:
         self._settings = settings
         self._key = compatibility_key
         self._rank = rank
         self._dp = dp
-        self._sidecar = start(embedded_settings(settings, rank, dp[0])) if start is not None else None
+        embed = settings.memory is MemoryMode.EMBEDDED
+        self._sidecar = started(embedded_settings(settings, rank, dp[0])) if embed else None
         target = settings.socket(rank, dp[0]) if self._sidecar is None else self._sidecar.engine_address
         self.client = Client(target, engine_id=engine_id)
         self.mover = Mover(self.client, rank, settings.read_timeout)
@@ -73,12 +67,11 @@ class WorkerCache:
 
     def lent(self, size: int) -> AbstractContextManager[Any] | None:
         """Inside this context vLLM makes its cache of ``size`` bytes; ``None`` where it may lie anywhere."""
-        match self._settings.memory:
-            case MemoryMode.SIDECAR:
-                return Lent(size, self._borrow)
-            case MemoryMode.SHARED:
-                return Lent(size, self._share)
-        return None
+        if self._settings.memory is MemoryMode.EMBEDDED:
+            return None
+        from kvxfer.engines.vllm.lending import Lent
+
+        return Lent(size, self._borrow if self._settings.memory is MemoryMode.SIDECAR else self._share)
 
     def _borrow(self, size: int) -> SharedRegion:
         # The tensors are not known yet: registered by its size alone, and again once they are.
@@ -88,18 +81,23 @@ class WorkerCache:
         return self._region
 
     def _share(self, size: int) -> SharedRegion:
-        self._region = shared(self._settings.memory_directory, size)
+        directory = self._settings.memory_directory
+        if directory:
+            path = Path(directory) / f"vllm-{self._rank}-{secrets.token_hex(8)}"
+            self._region = SharedRegion.create_file(path, size)
+        else:
+            self._region = SharedRegion.create_memfd(size)
         return self._region
 
-    def _handle(self, layout: CacheLayout, buffer: torch.Tensor) -> Handle:
+    def _handle(self, layout: CacheLayout, address: int) -> Handle:
         """How to name the memory that the cache was made in."""
+        found = layout.regions[0]
         if self._settings.memory is MemoryMode.EMBEDDED:
-            found = layout.regions[0]
-            return Address(buffer.data_ptr(), found.size, found.memory, found.device)
-        if layout.regions[0].memory is not MemoryKind.DRAM:
-            raise not_in_host_memory(str(buffer.device))
+            return Address(address, found.size, found.memory, found.device)
+        if found.memory is not MemoryKind.DRAM:
+            raise not_in_host_memory(f"GPU {found.device}")
         region = self._region
-        if region is None or region.numpy("u1", (1,)).ctypes.data != buffer.data_ptr():
+        if region is None or region.numpy("u1", (1,)).ctypes.data != address:
             raise KvxferError(
                 Reason.UNSUPPORTED,
                 "vLLM has not made its cache where it was told to (get_mem_pool_context), so that no other process can "
@@ -109,9 +107,12 @@ class WorkerCache:
 
     # -- registration ----------------------------------------------------------------------------------------------
 
-    def register(self, layout: CacheLayout, buffer: torch.Tensor) -> None:
-        """Register the cache, and begin to follow what becomes of it."""
-        session = self._register(layout, [self._handle(layout, buffer)])
+    def register(self, layout: CacheLayout, address: int) -> None:
+        """Register the cache, and begin to follow what becomes of it.
+
+        :param address: of the layout's one region.
+        """
+        session = self._register(layout, [self._handle(layout, address)])
         if self._early is not None:
             self._early.close(unregister=False)
         self._session = session
@@ -158,6 +159,13 @@ class WorkerCache:
             self._sidecar.stop()
         if self._region is not None:
             self._region.unlink()
+
+
+def started(settings: dict[str, Any]) -> EmbeddedSidecar:
+    """A sidecar in this process."""
+    from kvxfer.embedded import EmbeddedSidecar
+
+    return EmbeddedSidecar(**settings).start()
 
 
 def embedded_settings(settings: ConnectorSettings, rank: Rank, dp_rank: int) -> dict[str, Any]:
