@@ -7,7 +7,7 @@ fast), and with vLLM's ``--load-format dummy`` every token is the same.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import random
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -140,6 +140,7 @@ def make_models(directory: Path, models: tuple[Model, ...] = _MODELS) -> None:
             with torch.no_grad():
                 for name, weight in network.named_parameters():
                     weight.copy_(_drawn(torch, name, weight))
+        tokenizer().save_pretrained(directory / model.name)
         network.config.dtype = model.dtype
         network.to(getattr(torch, model.dtype)).save_pretrained(directory / model.name)
 
@@ -155,16 +156,23 @@ def _drawn(torch: Any, name: str, weight: Any) -> Any:
     return torch.randn(weight.shape) * scale
 
 
+def tokenizer() -> Any:
+    """Words that are called after their tokens: t0, t1, ...  Servers cannot do without one."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import WhitespaceSplit
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(WordLevel({f"t{number}": number for number in range(VOCABULARY)}, unk_token="t0"))
+    words.pre_tokenizer = WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=words)
+
+
 def prompt(number: int, chunks: int, *, of: int = 128) -> list[int]:
     """A prompt of ``chunks`` times ``of`` tokens and one more, a different one for each number.
 
     A monolithic run that takes ``of`` tokens a step then computes the last token in a step of its own, exactly where P
     hands over to D.
     """
-    import random
-
     draw = random.Random(f"{SEED}/{number}")
     return [draw.randrange(VOCABULARY) for _ in range(chunks * of + 1)]
-
-
-Maker = Callable[[Path], None]

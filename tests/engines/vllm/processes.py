@@ -166,6 +166,14 @@ class EngineProcess:
         """The end of what it has written."""
         return self.log_path.read_text(errors="replace")[-6000:]
 
+    def log_size(self) -> int:
+        """How long its log is."""
+        return self.log_path.stat().st_size
+
+    def log_since(self, size: int) -> str:
+        """What it has written since."""
+        return self.log_path.read_bytes()[size:].decode(errors="replace")
+
     def kill(self) -> None:
         """SIGKILL, at once."""
         os.kill(self.process.pid, signal.SIGKILL)

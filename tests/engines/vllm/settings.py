@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -87,3 +88,18 @@ def engine_args(model: Model, path: str, transfer: Transfer | None = None, **oth
     if transfer is not None:
         args["kv_transfer_config"] = transfer.config
     return args | other
+
+
+def flags(args: Mapping[str, Any]) -> list[str]:
+    """The same on the command line of vLLM's server."""
+    found = []
+    for name, value in args.items():
+        flag = name.replace("_", "-")
+        match value:
+            case bool():
+                found.append(f"--{flag}" if value else f"--no-{flag}")
+            case dict():
+                found += [f"--{flag}", json.dumps(value)]
+            case _:
+                found += [f"--{flag}", str(value)]
+    return found
