@@ -12,6 +12,7 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 
@@ -54,7 +55,7 @@ class KvxferConnector(Ours):
         images = {}
         for each, group in zip(blocks, groups, strict=True):
             for layer in group.layer_names:
-                images[layer] = self._image(layer, [int(block) for block in each.ids], num_tokens)
+                images[layer] = self._image(layer, np.asarray(each.ids).tolist(), num_tokens)
         with open(os.environ["KVXFER_TEST_IMAGES"], "a") as file:
             file.write(json.dumps({"what": what, "request": name, "images": images}) + "\n")
 

@@ -110,28 +110,26 @@ class EngineProcess:
         max_tokens: int,
         params: dict[str, Any] | None = None,
         *,
-        request_id: str = "",
         seconds: float = ANSWER,
     ) -> Answer:
         """One request, awaited."""
-        return self.generate_all([(prompt, max_tokens, params)], request_ids=[request_id], seconds=seconds)[0]
+        return self.generate_all([(prompt, max_tokens, params)], seconds=seconds)[0]
 
     def generate_all(
         self,
         requests: Sequence[tuple[Sequence[int], int, dict[str, Any] | None]],
         *,
-        request_ids: Sequence[str] = (),
         seconds: float = ANSWER,
     ) -> list[Answer]:
         """Several at once.  What is handed over goes through JSON, as it does between servers."""
         told = [
             {
-                "request_id": given or f"{self.name}-request-{next(_numbers)}",
+                "request_id": f"{self.name}-request-{next(_numbers)}",
                 "prompt": list(prompt),
                 "max_tokens": max_tokens,
                 "kv_transfer_params": json.loads(json.dumps(params)),
             }
-            for (prompt, max_tokens, params), given in itertools.zip_longest(requests, request_ids, fillvalue="")
+            for prompt, max_tokens, params in requests
         ]
         answers = self.call("generate", ANSWER + seconds, requests=told, seconds=seconds)
         return [Answer(a["tokens"], a["logprobs"], a["finish_reason"], a["kv_transfer_params"]) for a in answers]

@@ -74,9 +74,9 @@ def scene(workshop: Workshop, model: Model, truth: list[Answer]) -> Iterator[Sce
             stack.callback(processes[-1].discard)
         for process in processes:
             process.ready()
-        common = {"compatibility_key": KEY}
-        told = {"p": common, "d": {**common, "read_timeout": READ_TIMEOUT}}
-        engines = stack.enter_context(pair(workshop, model, processes, **told))
+        common: Params = {"compatibility_key": KEY}
+        of_d = {**common, "read_timeout": READ_TIMEOUT}
+        engines = stack.enter_context(pair(workshop, model, processes, p=common, d=of_d))
         yield Scene(workshop, engines, network, processes[2])
 
 
