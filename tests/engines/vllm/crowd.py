@@ -113,7 +113,7 @@ def crowd(
                 found.wrong.append((which, answer))
 
     async def everybody() -> None:
-        connector = aiohttp.TCPConnector(limit=0)
+        connector = aiohttp.TCPConnector(limit=0, force_close=True)
         async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None)) as session:
             await asyncio.gather(*(client(session) for _ in range(clients)))
 

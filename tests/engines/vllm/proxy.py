@@ -54,9 +54,10 @@ class Router:
 
     async def sessions(self, _: web.Application) -> Any:
         """As long as the application runs."""
-        # As many at once as there are clients, for as long as they want.
+        # As many at once as there are clients, for as long as they want.  A connection is used once: a server may close
+        # one that is idle at the very moment in which it is used again.
         async with aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=None)
+            connector=aiohttp.TCPConnector(limit=0, force_close=True), timeout=aiohttp.ClientTimeout(total=None)
         ) as self._session:
             yield
 
