@@ -51,7 +51,10 @@ class BlockList:
 
 @dataclass(frozen=True)
 class Request:
-    """Read the tokens ``[skip_tokens, num_tokens)`` and the snapshots of exactly ``num_tokens`` tokens."""
+    """Read the tokens ``[skip_tokens, num_tokens)`` and the snapshots of exactly ``num_tokens`` tokens.
+
+    With no tokens and no local lists, nothing is read.
+    """
 
     local: Sequence[BlockList]
     remote: Sequence[BlockList]
@@ -130,7 +133,8 @@ def resolve(plan: Plan, request: Request, limit: int = DESCRIPTOR_LIMIT) -> Read
     local = _side("local", request.local, frozenset(plan.layout.index))
     remote = _side("remote", request.remote, plan.remote_groups)
     _check_ids(local, plan.layout)
-    reads = [list(_sections(plan, source, local, remote)) for source in plan.sources]
+    nothing = not local.lists and skip_tokens == num_tokens
+    reads = [[] if nothing else list(_sections(plan, source, local, remote)) for source in plan.sources]
     # Everything about the range first: a null block is told of only where it really would have been read.
     ranges = [[s.range(skip_tokens, num_tokens) for s in sections] for sections in reads]
     budget = _Budget(limit, limit)

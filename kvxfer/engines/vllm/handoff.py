@@ -21,7 +21,8 @@ from kvxfer.wire.params import ticket_from_params, ticket_to_params
 from kvxfer.wire.tickets import Ticket, TicketRank, ticket_to_string
 from kvxfer_client.tickets import make_ticket, new_lease_token
 
-log = logging.getLogger(__name__)
+# vLLM shows what is logged below its own name.
+log = logging.getLogger("vllm.kvxfer")
 
 #: The statuses, by name, of requests that have come to their end and not been cut off.
 COMPLETE = frozenset({"FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED"})
@@ -56,6 +57,7 @@ class Handoff:
         self._publish: list[Publication] = []
         self._read: list[Reading] = []
         self._cancel: list[str] = []
+        self._give_back: list[str] = []
 
     # -- prefill ---------------------------------------------------------------------------------------------------
 
@@ -69,6 +71,8 @@ class Handoff:
 
         :param ids: its blocks, one list for each group.
         """
+        if _wants(request, "do_remote_prefill"):  # never scheduled
+            self._return(self._ticket_of(request))
         self._tickets.pop(request.request_id, None)
         if request.request_id in self._loading:
             # The blocks stay until the workers say that nothing writes them any more.
@@ -137,6 +141,7 @@ class Handoff:
         self._tickets.pop(request.request_id, None)
         _params(request)["do_remote_prefill"] = False
         if ticket is None or external == 0:
+            self._return(ticket)
             return
         # Lists that the scheduler has made itself do not fail; if they do, the engine must not go on.
         blocks = listed(self._groups, ids, ticket.num_tokens)
@@ -151,6 +156,11 @@ class Handoff:
         self._read.append(
             Reading(request.request_id, ticket_to_string(ticket), blocks, end - external, end, needed, partly),
         )
+
+    def _return(self, ticket: Ticket | None) -> None:
+        """P need not hold its blocks for a request that will not be read."""
+        if ticket is not None:
+            self._give_back.append(ticket_to_string(ticket))
 
     def loaded(self, request_ids: Sequence[str]) -> None:
         """These are told as read, or as failed."""
@@ -176,8 +186,8 @@ class Handoff:
 
     def step(self) -> Step:
         """What the workers shall do now; each thing is told once."""
-        told = Step(tuple(self._publish), tuple(self._read), tuple(self._cancel))
-        self._publish, self._read, self._cancel = [], [], []
+        told = Step(tuple(self._publish), tuple(self._read), tuple(self._cancel), tuple(self._give_back))
+        self._publish, self._read, self._cancel, self._give_back = [], [], [], []
         return told
 
 

@@ -11,18 +11,19 @@ import logging
 import threading
 import uuid
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from queue import SimpleQueue
 from typing import Any, Final
 
 from kvxfer.core.errors import KvxferError, Reason
 from kvxfer.core.layout import Rank
 from kvxfer.core.resolve import BlockList
 from kvxfer.engines.vllm.steps import Publication, Reading, Step
-from kvxfer_client import Client, LeaseInfo, Registered, Session, TransferInfo, TransferState
+from kvxfer_client import Client, LeaseInfo, Registered, Session, TransferInfo, TransferState, ticket_from_string
 
-log = logging.getLogger(__name__)
+# vLLM shows what is logged below its own name.
+log = logging.getLogger("vllm.kvxfer")
 
 #: Calls that run at once.
 THREADS: Final = 8
@@ -63,6 +64,7 @@ class _At(Enum):
 @dataclass
 class _Read:
     request_id: str
+    ticket: str = field(repr=False)
     transfer_id: str
     incarnation: str
     at: _At = _At.WAITING
@@ -84,7 +86,11 @@ class Mover:
         self._reads: dict[str, _Read] = {}  # by transfer ID
         self._published: dict[str, Publication] = {}  # by name
         self._closing = threading.Event()
-        self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="kvxfer")
+        self._work: SimpleQueue[tuple[Callable[..., None], tuple[Any, ...]] | None] = SimpleQueue()
+        # Of a kind that the interpreter does not wait for: no sidecar keeps an engine from ending.
+        self._threads = [threading.Thread(target=self._run, name=f"kvxfer {i}", daemon=True) for i in range(THREADS)]
+        for thread in self._threads:
+            thread.start()
         self._incarnation = ""
         self._fresh: Registered | None = None
         self._followers: list[threading.Thread] = []
@@ -156,15 +162,17 @@ class Mover:
         """
         for request_id in step.cancel:
             self._cancel(request_id)
+        for ticket in step.give_back:
+            self._later(self._return, ticket)
         for publication in step.publish:
             with self._lock:
                 self._published[publication.id] = publication
-            self._pool.submit(self._guarded, self._publish, publication, written)
+            self._later(self._publish, publication, written)
         for reading in step.read:
             with self._lock:
-                read = _Read(reading.request_id, uuid.uuid4().hex, self._incarnation)
+                read = _Read(reading.request_id, reading.ticket, uuid.uuid4().hex, self._incarnation)
                 self._reads[read.transfer_id] = read
-            self._pool.submit(self._guarded, self._begin_read, reading, read, written)
+            self._later(self._begin_read, reading, read, written)
 
     def take(self) -> Results:
         """What has ended since the last call."""
@@ -181,14 +189,20 @@ class Mover:
     def close(self) -> None:
         """Stop; what is under way is the session's to end."""
         self._closing.set()
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        for _ in self._threads:
+            self._work.put(None)
 
-    def _guarded(self, work: Callable[..., None], *args: Any) -> None:
-        try:
-            work(*args)
-        except Exception:
-            # Never freed: whatever it was, it is not known who still reads or writes there.
-            log.exception("a fault in the connector; the blocks of %s stay taken", args[0])
+    def _later(self, work: Callable[..., None], *args: Any) -> None:
+        self._work.put((work, args))
+
+    def _run(self) -> None:
+        while (item := self._work.get()) is not None:
+            work, args = item
+            try:
+                work(*args)
+            except Exception:
+                # Never freed: whatever it was, it is not known who still reads or writes there.
+                log.exception("a fault in the connector; the blocks of %s stay taken", args[0])
 
     # -- reading ---------------------------------------------------------------------------------------------------
 
@@ -219,6 +233,14 @@ class Mover:
         if given_up or not posted:
             self._settle(read)
 
+    def _return(self, ticket: str) -> None:
+        """Have P release a request's blocks; it does so by itself when their lease ends."""
+        try:
+            num_tokens = ticket_from_string(ticket).num_tokens
+            self._client.read(ticket, (), skip_tokens=num_tokens, wait=False, timeout=self._read_timeout)
+        except KvxferError as error:
+            log.info("a ticket is not given back: %s", error)
+
     def _local_blocks(self, reading: Reading) -> tuple[BlockList, ...]:
         if not reading.needed_from:
             return reading.blocks
@@ -233,7 +255,7 @@ class Mover:
             read.cancelled = True
             posted = read.at is _At.POSTED
         if posted:  # otherwise the thread that begins it sees that it is cancelled
-            self._pool.submit(self._guarded, self._settle, read)
+            self._later(self._settle, read)
 
     def _settle(self, read: _Read) -> None:
         """Have a read ended, whatever its state, and see it quiesce."""
@@ -266,6 +288,8 @@ class Mover:
         self._results.received.add(read.request_id)
         if failed:
             self._results.failed.add(read.request_id)
+            # It is computed instead; P's sidecar would wait for another attempt.
+            self._later(self._return, read.ticket)
 
     # -- publishing ------------------------------------------------------------------------------------------------
 

@@ -53,11 +53,13 @@ class Step:
     """What is new since the last step.
 
     :param cancel: requests whose reading is of no use any more.
+    :param give_back: tickets, as strings, of requests that will not be read.
     """
 
     publish: tuple[Publication, ...] = ()
     read: tuple[Reading, ...] = ()
     cancel: tuple[str, ...] = ()
+    give_back: tuple[str, ...] = field(default=(), repr=False)
 
     def __bool__(self) -> bool:
-        return bool(self.publish or self.read or self.cancel)
+        return bool(self.publish or self.read or self.cancel or self.give_back)

@@ -20,7 +20,8 @@ from kvxfer_client import Address, Client, Handle, Owned, Session, SharedRegion
 if TYPE_CHECKING:
     from kvxfer.embedded import EmbeddedSidecar
 
-log = logging.getLogger(__name__)
+# vLLM shows what is logged below its own name.
+log = logging.getLogger("vllm.kvxfer")
 
 #: Pause between two attempts to register, seconds.
 PAUSE = 0.5
