@@ -7,12 +7,14 @@ import time
 
 import pytest
 
-from kvxfer_client import TransferState
+from kvxfer_client import LeaseState, TransferState
 from tests.engines.vllm.conftest import Seen
 from tests.engines.vllm.models import Model
-from tests.engines.vllm.pairs import PROMPTS, TOKENS, Pair, Workshop
+from tests.engines.vllm.pairs import PROMPTS, TOKENS, Pair, Workshop, hand_over, side
 from tests.engines.vllm.processes import Answer
 from tests.engines.vllm.report import Row
+from tests.engines.vllm.settings import kvxfer
+from tests.support.processes import SidecarProcess
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -36,8 +38,8 @@ def test_equal_to_one_engine(engines: Pair, truth: list[Answer], row: Row) -> No
         row.read += transfer.bytes
     row.tokens = row.logprobs = len(answers)
     row.seconds += time.monotonic() - began
-    for side in (engines.p, engines.d):
-        side.assert_nothing_left()
+    for each in (engines.p, engines.d):
+        each.assert_nothing_left()
 
 
 def test_all_at_once(engines: Pair, truth: list[Answer]) -> None:
@@ -47,8 +49,8 @@ def test_all_at_once(engines: Pair, truth: list[Answer]) -> None:
         [(each, TOKENS, answer.params) for each, answer in zip(PROMPTS * 3, handed, strict=True)]
     )
     assert [answer.said for answer in answers] == [right.said for right in truth] * 3
-    for side in (engines.p, engines.d):
-        side.assert_nothing_left()
+    for each in (engines.p, engines.d):
+        each.assert_nothing_left()
 
 
 def test_a_zeroed_component_is_noticed(engines: Pair, truth: list[Answer], row: Row) -> None:
@@ -69,3 +71,21 @@ def test_equal_to_vllms_own_connector(workshop: Workshop, model: Model, truth: l
     assert [answer.said for answer in answers] == [right.said for right in truth]
     row.nixl = len(answers)
     row.seconds += time.monotonic() - began
+
+
+@pytest.mark.parametrize("model", ["granitemoehybrid"], indirect=True)
+def test_shared_and_embedded(
+    workshop: Workshop, model: Model, truth: list[Answer], plain: list[SidecarProcess]
+) -> None:
+    """P's own memory, mapped by its sidecar; D's own memory, and its sidecar in its process."""
+    sidecar = plain[0]
+    shared = {"memory": "shared", "memory_directory": str(sidecar.directory)}
+    embedded = kvxfer(sidecar.directory / "embedded.sock", "embedded", memory="embedded")
+    with side(workshop, "shared", model, sidecar, shared) as p, workshop.engine("embedded", model, embedded) as d:
+        p.engine.ready()
+        d.ready()
+        for prompt, right in zip(PROMPTS, truth, strict=True):
+            assert d.generate(prompt, TOKENS, hand_over(p.engine, prompt)).said == right.said
+        p.assert_nothing_left()
+        assert [lease.state for lease in p.client.list_leases()] == [LeaseState.RELEASED] * len(PROMPTS)
+        d.stop()
