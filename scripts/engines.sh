@@ -17,5 +17,6 @@ directory=$1
 rm -rf "$directory"
 "$2" -m venv "$directory"
 pip() { "$directory/bin/python" -m pip --disable-pip-version-check --no-input "$@"; }
-pip install --quiet --no-deps --only-binary :all: --requirement "$root/constraints-engines.txt"
+# Compiled as it is imported: most of it never is.
+pip install --quiet --no-deps --no-compile --only-binary :all: --requirement "$root/constraints-engines.txt"
 pip install --quiet --no-deps --no-build-isolation --editable "$root"
