@@ -918,7 +918,9 @@ class TransferSpec(_message.Message):
 
     @_builtins.property
     def local_blocks(self) -> _containers.RepeatedCompositeFieldContainer[Global___BlockList]:
-        """REQUIRED.  Where to put it: one list for each local group that is read."""
+        """REQUIRED.  Where to put it: one list for each local group that is read.  None where skip_tokens equals num_tokens:
+        then nothing is read, no snapshot either, and the ticket is given back: its blocks are released as after a read.
+        """
 
     def __init__(
         self,

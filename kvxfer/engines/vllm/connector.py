@@ -98,6 +98,15 @@ class KvxferConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._caches: dict[str, list[torch.Tensor]] = {}
             self._device = torch.device("cpu")
 
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
+        """What vLLM shall choose unless it is told otherwise (``VLLM_KV_CACHE_LAYOUT``): heads before tokens.
+
+        A rank's heads then lie in one piece, also for a reader that has fewer of them.  Compressed caches have one.
+        """
+        model = vllm_config.model_config
+        return None if model is None or model.use_mla else "LBHNC"
+
     # -- scheduler -------------------------------------------------------------------------------------------------
 
     @property

@@ -25,8 +25,8 @@ from kvxfer_client import Client, LeaseInfo, Registered, Session, TransferInfo, 
 # vLLM shows what is logged below its own name.
 log = logging.getLogger("vllm.kvxfer")
 
-#: Calls that run at once.
-THREADS: Final = 8
+#: Calls that run at once; one to an engine that is silent takes as long as a handshake may.
+THREADS: Final = 32
 #: Pause before asking again what has become of a call whose answer was lost, seconds.
 PAUSE: Final = 0.2
 
@@ -64,7 +64,6 @@ class _At(Enum):
 @dataclass
 class _Read:
     request_id: str
-    ticket: str = field(repr=False)
     transfer_id: str
     incarnation: str
     at: _At = _At.WAITING
@@ -170,7 +169,7 @@ class Mover:
             self._later(self._publish, publication, written)
         for reading in step.read:
             with self._lock:
-                read = _Read(reading.request_id, reading.ticket, uuid.uuid4().hex, self._incarnation)
+                read = _Read(reading.request_id, uuid.uuid4().hex, self._incarnation)
                 self._reads[read.transfer_id] = read
             self._later(self._begin_read, reading, read, written)
 
@@ -179,6 +178,11 @@ class Mover:
         with self._lock:
             results, self._results = self._results, Results()
         return results
+
+    @property
+    def holds(self) -> bool:
+        """Whether there are blocks that peers may read."""
+        return bool(self._published)
 
     def take_registered(self) -> Registered | None:
         """The registration, where it is another one than at the last call."""
@@ -210,6 +214,8 @@ class Mover:
         # Nobody may write these blocks beside the sidecar: an earlier step, or one that clears them.
         written()
         with self._lock:
+            if read.cancelled:
+                self._later(self._return, reading.ticket)
             if read.cancelled or not read.incarnation or read.incarnation != self._incarnation:
                 self._received(read, failed=True)
                 return
@@ -288,8 +294,6 @@ class Mover:
         self._results.received.add(read.request_id)
         if failed:
             self._results.failed.add(read.request_id)
-            # It is computed instead; P's sidecar would wait for another attempt.
-            self._later(self._return, read.ticket)
 
     # -- publishing ------------------------------------------------------------------------------------------------
 

@@ -117,9 +117,8 @@ def _pages(layer: str, spec: KVCacheSpec, tensor: torch.Tensor, config: VllmConf
     size = tensor.element_size()
     offset = tensor.storage_offset() * size
     if isinstance(spec, MambaSpec):
-        groups = getattr(config.model_config.hf_text_config, GROUP_FIELDS[0], 0)
-        for field in GROUP_FIELDS:
-            groups = getattr(config.model_config.hf_text_config, field, groups)
+        text = config.model_config.hf_text_config
+        groups = next((getattr(text, field) for field in GROUP_FIELDS if hasattr(text, field)), 0)
         return StatePages(
             layer,
             offset,

@@ -146,12 +146,13 @@ class WorkerCache:
     # -- end -------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Take the cache back, and let go of everything.  Idempotent."""
+        """Take the cache back, and let go of everything; what is published stays where it can.  Idempotent."""
         self.mover.close()
+        keep = self.mover.holds and self._settings.memory is MemoryMode.SIDECAR
         for session in (self._session, self._early):
             if session is not None:
                 try:
-                    session.close()
+                    session.close(unregister=not keep)
                 except KvxferError as error:
                     log.warning("the cache is still in use, its sidecar ends it later: %s", error)
         self._session = self._early = None

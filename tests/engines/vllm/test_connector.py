@@ -25,6 +25,7 @@ from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, SupportsHMA
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
+from vllm.v1.attention.backends.utils import resolve_kv_cache_layout
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheTensor, MambaSpec
@@ -167,6 +168,12 @@ def test_vllm_loads_it_by_its_path(tmp_path: Path) -> None:
     transfer = config_of(tmp_path).kv_transfer_config
     assert KVConnectorFactory.get_connector_class(transfer) is KvxferConnector
     assert KVConnectorFactory.supports_hma_config(transfer)
+
+
+def test_vllm_lays_heads_before_tokens(tmp_path: Path) -> None:
+    config = config_of(tmp_path)
+    names = [["LBNHC", "LBHNC"]]
+    assert resolve_kv_cache_layout(config, names).name == KvxferConnector.get_required_kvcache_layout(config)
 
 
 def test_a_wrong_setting_is_refused_at_the_start(tmp_path: Path) -> None:

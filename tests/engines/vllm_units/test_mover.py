@@ -9,6 +9,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -26,7 +27,9 @@ from kvxfer_client import (
     TransferInfo,
     TransferState,
     attention_blocks,
+    make_ticket,
     snapshot,
+    ticket_to_string,
 )
 
 BLOCKS = (attention_blocks("0.attention", [1, 2, 3]), snapshot("1.mamba2", 4, 40))
@@ -50,6 +53,20 @@ def transfer(name: str, state: TransferState, quiesced: bool = True) -> Transfer
 
 def lease(state: LeaseState, name: str = "r.1") -> LeaseInfo:
     return LeaseInfo("e", name, state, False, None, 0, (), 40, 1.0)
+
+
+def a_ticket() -> str:
+    made = make_ticket(
+        engine_id="p",
+        compatibility_key="key",
+        ranks=[registered().ticket_rank],
+        request_id="r.1",
+        blocks=BLOCKS,
+        num_tokens=40,
+        lease_token=b"t" * 16,
+        ttl=60.0,
+    )
+    return ticket_to_string(made)
 
 
 class Script:
@@ -228,7 +245,27 @@ def test_cancelled_before_it_is_read(world: World) -> None:
     assert world.mover.take() == FREE
     gate.set()
     assert world.settled() == Results(received={"r"}, failed={"r"})
-    assert world.client.quiet
+    assert world.client.quiet  # what would be given back is no ticket here
+
+
+def test_a_ticket_is_given_back(world: World) -> None:
+    ticket = a_ticket()
+    world.begin(Step(give_back=(ticket,)))
+    assert world.settled() == FREE
+    method, args, options = world.client.called()
+    assert (method, args) == ("read", (ticket, ()))
+    assert (options["skip_tokens"], options["wait"]) == (40, False)
+
+
+def test_cancelled_before_it_is_read_its_ticket_is_given_back(world: World) -> None:
+    gate, ticket = threading.Event(), a_ticket()
+    world.begin(Step(read=(replace(READING, ticket=ticket),)), lambda: gate.wait(10))
+    world.begin(Step(cancel=("r",)))
+    gate.set()
+    eventually(lambda: world.mover._results.received)
+    method, args, _ = world.client.called()
+    assert (method, args) == ("read", (ticket, ()))
+    assert world.mover.take() == Results(received={"r"}, failed={"r"})
 
 
 def test_cancelled_while_it_is_being_posted(world: World) -> None:
@@ -238,6 +275,11 @@ def test_cancelled_while_it_is_being_posted(world: World) -> None:
     world.begin(Step(read=(READING,)))
     world.client.called()
     world.begin(Step(cancel=("r",)))
+    # Whatever the crew was given before these has begun when they have.
+    marks = [threading.Event() for _ in range(2)]
+    for mark in marks:
+        world.mover._later(mark.set)
+        assert mark.wait(10)
     assert world.client.quiet
     assert world.mover.take() == FREE
     world.client.gates["read"].set()
