@@ -112,7 +112,7 @@ def truth(workshop: Workshop, model: Model, truths: dict[str, list[Answer]]) -> 
 @pytest.fixture(scope="session")
 def plain() -> Iterator[list[SidecarProcess]]:
     """Two sidecars on loopback."""
-    with sidecars(["p", "d"]) as processes:
+    with sidecars(["p", "d"], {"drain_timeout": 2}, {"UCX_NET_DEVICES": "lo"}) as processes:
         yield processes
 
 

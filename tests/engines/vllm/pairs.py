@@ -174,4 +174,4 @@ def registered(sidecar: SidecarProcess) -> dict[str, pb.RegistrationStatus]:
 def gone(sidecar: SidecarProcess, engine_id: str) -> None:
     """Wait until a sidecar has nothing of an engine that has ended."""
     if sidecar.process.poll() is None:
-        until(lambda: engine_id not in registered(sidecar), 30, f"the end of {engine_id}'s registration")
+        until(lambda: engine_id not in registered(sidecar), 90, f"the end of {engine_id}'s registration")
