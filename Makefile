@@ -115,7 +115,7 @@ $(RUN_READY): $(VENV_READY) $(PACKAGE_FILES)
 
 $(DEV_READY): $(VENV_READY) $(PACKAGE_FILES)
 	@echo "Installing kvxfer, NIXL and the developer tools into $(VENV) (with torch, which NIXL needs: this may take a few minutes)"
-	$(BIN)/python $(PIP) $(PINNED) --editable '.[nixl]' --group dev
+	$(BIN)/python $(PIP) $(PINNED) --no-compile --editable '.[nixl]' --group dev
 	@$(GET_PROMTOOL)
 	@touch $(RUN_READY) $@
 

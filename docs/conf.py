@@ -37,6 +37,8 @@ suppress_warnings = ["misc.highlighting_failure"]
 # A folder of pages may be empty.  This warning has a subtype, but no type to suppress it by.
 logging.getLogger("sphinx.sphinx.directives.other").addFilter(lambda r: getattr(r, "subtype", "") != "empty_glob")
 
+# Engines are documented whether they are there or not.
+autodoc_mock_imports = ["torch", "transformers"]
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 autodoc_class_signature = "mixed"

@@ -5,19 +5,22 @@ Sizes are bytes, times seconds.  A value that cannot work is refused when the se
 
 from __future__ import annotations
 
+import errno
 import grp
 import ipaddress
 import os
 import re
 import socket
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
 from pydantic import AfterValidator, Field, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict, TomlConfigSettingsSource
 
-from kvxfer.core.errors import KvxferError
+from kvxfer.core.errors import KvxferError, Reason
 from kvxfer.memory.policy import DEFAULT_DIRECTORY, MemoryPolicy
 from kvxfer.service.settings import ServiceSettings
 from kvxfer.tls import TlsFiles
@@ -103,6 +106,7 @@ class Settings(BaseSettings):
     allow_address: bool = Field(
         False, description="Take plain addresses: embedded mode only, set by the code that embeds."
     )
+    allow_cuda: bool = Field(False, description="Take CUDA IPC handles, and make memory on GPUs: never tested on one.")
     memory_file_mode: FileMode = Field("0600", description="Mode of sidecar-owned memory files, octal.")
     memory_file_group: GroupName = Field("", description="Their group, by name or number; empty leaves it.")
 
@@ -198,12 +202,20 @@ class Settings(BaseSettings):
             raise ValueError("an empty pattern allows nobody")
         return value
 
+    @field_validator("memory_directories")
+    @classmethod
+    def _as_typed(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        """Without the slash that a shell's completion leaves at the end."""
+        return tuple(path.rstrip("/") or path[:1] for path in value)
+
     @model_validator(mode="after")
     def _memory_must_make_sense(self) -> Settings:
         try:
             self.memory_policy()
         except KvxferError as error:
-            raise ValueError(error.message) from None
+            what = error.message.removeprefix("memory policy: ")
+            named = what.partition(" ")[0].partition("[")[0] in type(self).model_fields
+            raise ValueError(what if named else f"memory_{what}") from None
         return self
 
     def peer_tls(self) -> TlsFiles | None:
@@ -233,6 +245,7 @@ class Settings(BaseSettings):
             shm_prefix=self.shm_prefix,
             allow_memfd=self.allow_memfd,
             allow_address=self.allow_address,
+            allow_cuda=self.allow_cuda,
             file_mode=int(self.memory_file_mode, 8),
             group=group_number(self.memory_file_group),
         )
@@ -248,12 +261,10 @@ class Settings(BaseSettings):
         """Settings from flags, then ``KVXFER_*``, then ``file`` (TOML), then the defaults.
 
         :raises pydantic.ValidationError: naming every setting that is wrong.
-        :raises FileNotFoundError: if ``file`` does not exist.
+        :raises KvxferError: FIELD_INVALID, if ``file`` cannot be read, or is no TOML.
         """
         if file is None:
             return cls(**flags)
-        if not file.is_file():
-            raise FileNotFoundError(f"there is no settings file {file}")
 
         class FromFile(cls):  # type: ignore[misc, valid-type]  # a subclass only to carry the file's name
             @classmethod
@@ -267,16 +278,38 @@ class Settings(BaseSettings):
             ) -> tuple[PydanticBaseSettingsSource, ...]:
                 return init_settings, env_settings, TomlConfigSettingsSource(settings_cls, file)
 
-        loaded: Settings = FromFile(**flags)
+        try:
+            if not file.is_file():
+                raise FileNotFoundError(errno.ENOENT, "there is no such file")
+            loaded: Settings = FromFile(**flags)
+        except ValidationError:
+            raise
+        except (OSError, ValueError) as error:  # of the latter are what is no TOML, and what is no text
+            why = (isinstance(error, OSError) and error.strerror) or error
+            raise KvxferError(
+                Reason.FIELD_INVALID, f"the settings file {file} cannot be read: {why}", field="config"
+            ) from error
         return loaded
 
 
 def problems(error: ValidationError) -> list[str]:
     """What is wrong with settings, one text for each."""
-    return [
-        f"{'.'.join(map(str, e['loc'])) or 'settings'}: {e['msg'].removeprefix('Value error, ')}"
-        for e in error.errors()
-    ]
+    return [_problem(one) for one in error.errors()]
+
+
+def _problem(one: Mapping[str, Any]) -> str:
+    name = ".".join(map(str, one["loc"])) or "settings"
+    if one["type"] == "extra_forbidden":
+        return no_setting(name, list(Settings.model_fields))
+    if one["type"] == "value_error":  # of our own checks, which say what the value is
+        return f"{name}: {one['msg'].removeprefix('Value error, ')}"
+    return f"{name}: {one['msg']}, not {one['input']!r}"
+
+
+def no_setting(name: str, known: Sequence[str]) -> str:
+    """That there is no such setting, and which may be meant."""
+    meant = get_close_matches(name, known, 1, cutoff=0.8)
+    return f"{name} is no setting" + (f"; is {meant[0]} meant?" if meant else "")
 
 
 #: Hosts that stand for every address of this machine, and so for none that a peer can call.

@@ -15,6 +15,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeout
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, ParamSpec, TypeVar
@@ -33,6 +34,9 @@ log = structlog.get_logger()
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+#: How long starting may take, seconds; it takes one where nothing is wrong.
+START_LIMIT: Final = 60.0
 
 #: Where a process has started a sidecar; a process that was forked from it cannot have one.
 _started_in: int | None = None
@@ -102,9 +106,7 @@ class EmbeddedSidecar:
             if self._thread is not None:
                 return self
             if self._make_engine is None:
-                from kvxfer.xfer.nixl import load
-
-                load()
+                _load_nixl()
             use_logging()
             self._begin()
         return self
@@ -144,7 +146,14 @@ class EmbeddedSidecar:
         _started_in = self._process = os.getpid()
         thread.start()
         try:
-            self._addresses = started.result()
+            self._addresses = started.result(START_LIMIT)
+        except FutureTimeout:
+            raise KvxferError(
+                Reason.DEADLINE_EXCEEDED,
+                f"the embedded sidecar has not started within {START_LIMIT:g} s; that is so where this process was "
+                "forked from one that has used gRPC's asyncio API: have it spawned instead",
+                field="process",
+            ) from None
         except BaseException:
             self._end()  # where it is this thread that was interrupted
             thread.join()
@@ -207,6 +216,17 @@ class _AtOnce(ThreadPoolExecutor):
         except Exception as error:  # noqa: BLE001  it is told to whoever waits
             done.set_exception(error)
         return done
+
+
+def _load_nixl() -> None:
+    """Load it here, where a failure can be told at once.
+
+    UCX would take SIGHUP for a wish to debug it, and keep the engine from ending with its terminal.
+    """
+    from kvxfer.xfer.nixl import load
+
+    os.environ.setdefault("UCX_DEBUG_SIGNO", "0")
+    load()
 
 
 @contextlib.contextmanager

@@ -1,22 +1,23 @@
 """The composition root: settings in, a running service out.
 
-:class:`Sidecar` is what ``kvxfer serve`` runs; an engine may build one in its own process (with ``allow_address``)
-where memory cannot be shared between processes.
+:class:`Sidecar` is what ``kvxfer serve`` runs, and, where memory cannot be shared between processes,
+:class:`kvxfer.embedded.EmbeddedSidecar` in the process of an engine.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 import signal
 import socket
 import stat
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import grpc.aio
 import structlog
@@ -42,7 +43,7 @@ from kvxfer.service.peer import PeerService
 from kvxfer.service.peer_client import GrpcPeerClient
 from kvxfer.service.registrations import EngineFactory, Registrations
 from kvxfer.tls import PeerTls
-from kvxfer.web import Monitor, WebServer
+from kvxfer.web import Monitor, WebServer, places
 from kvxfer.xfer.api import NotificationHandler, TransferEngine
 
 log = structlog.get_logger()
@@ -260,14 +261,16 @@ class Sidecar:
         host, port = self.settings.peer_host, self.settings.peer_port
         where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         try:
+            _try_to_bind(places(host, port))
             if self._tls:
                 return server, server.add_secure_port(where, self._tls.server_credentials())
             return server, server.add_insecure_port(where)
-        except RuntimeError as error:
+        except (RuntimeError, OSError) as error:
+            port_is_it = isinstance(error, OSError) and error.errno in (errno.EADDRINUSE, errno.EACCES)
             raise KvxferError(
                 Reason.FIELD_INVALID,
-                f"the peer listener cannot bind {where}: {error}",
-                field="peer_port",
+                f"the peer listener cannot bind {where}: {_words(error)}",
+                field="peer_port" if port_is_it else "peer_host",
                 address=where,
             ) from error
 
@@ -282,9 +285,13 @@ class Sidecar:
         group = group_number(self.settings.engine_socket_group)
         _make_way(path, group)
         mode = int(self.settings.engine_socket_mode, 8)
-        # The socket must never be open to others, not even for the moment before chmod.
-        before = os.umask(0o777 & ~mode)
+        # The socket must never be open to others, not even for the moment before chmod.  Where its directory is closed
+        # to them the mask can stay: it is that of the whole process, which may be an engine's.
+        private = path.parent.stat().st_mode & 0o077 == 0
+        before = None if private else os.umask(0o777 & ~mode)
         try:
+            _try_to_bind([(socket.AF_UNIX, str(path))])
+            path.unlink()
             server.add_insecure_port(self.engine_target)
             path.chmod(mode)
             if group is not None:
@@ -296,12 +303,13 @@ class Sidecar:
         except (RuntimeError, OSError) as error:
             raise KvxferError(
                 Reason.FIELD_INVALID,
-                f"the engine listener cannot bind {path}: {error}",
+                f"the engine listener cannot bind {path}: {_words(error)}",
                 field="engine_socket",
                 path=path,
             ) from error
         finally:
-            os.umask(before)
+            if before is not None:
+                os.umask(before)
 
     # -- health and time -------------------------------------------------------------------------------------------
 
@@ -332,6 +340,29 @@ class Sidecar:
             # A transfer engine that fails tells nobody.
             if self._unready != ("the sidecar is stopping" if self._stopping else self.registrations.unready):
                 await self._tell_health()
+
+
+def _try_to_bind(found: Sequence[tuple[socket.AddressFamily, Any]]) -> None:
+    """As gRPC is about to, whose own words for a failure name no cause, and go to standard error besides.
+
+    :param found: families and addresses, of which one is enough: not every machine has IPv6.
+    :raises OSError: where none can be bound, or one belongs to somebody else, who would get some of the calls.
+    """
+    faults = []
+    for family, address in found:
+        with socket.socket(family, socket.SOCK_STREAM) as tried:
+            tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                tried.bind(address)
+            except OSError as fault:
+                faults.append(fault)
+    theirs = [fault for fault in faults if fault.errno == errno.EADDRINUSE]
+    if theirs or len(faults) == len(found):
+        raise (theirs or faults)[0]
+
+
+def _words(error: Exception) -> str:
+    return (isinstance(error, OSError) and error.strerror) or str(error)
 
 
 def _make_way(path: Path, group: int | None) -> None:
@@ -388,8 +419,17 @@ def serve(settings: Settings, started: Callable[[Sidecar], None] | None = None) 
     """Run a sidecar until SIGINT or SIGTERM; a second signal ends the process at once.
 
     :param started: called once both listeners serve.
+
+    :raises KvxferError: FIELD_INVALID where it cannot start; UNSUPPORTED where NIXL is not installed.
     """
     from kvxfer.xfer.nixl import preload
+
+    if settings.allow_address:  # every address that an engine could name would be one of this process
+        raise KvxferError(
+            Reason.FIELD_INVALID,
+            "allow_address is for a sidecar that is embedded in its engine (kvxfer.embedded)",
+            field="allow_address",
+        )
 
     configure(settings.log_level, settings.log_format)
     preload()

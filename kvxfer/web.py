@@ -238,8 +238,9 @@ class WebServer(ThreadingHTTPServer):
             super().__init__(address, _Handler)
         except (OSError, TypeError, ValueError) as error:  # a host that cannot be a name is one of the latter two
             where = f"{host}:{port}"
+            why = getattr(error, "strerror", None) or error
             raise KvxferError(
-                Reason.FIELD_INVALID, f"metrics cannot bind {where}: {error}", field="http_port", address=where
+                Reason.FIELD_INVALID, f"metrics cannot bind {where}: {why}", field="http_port", address=where
             ) from error
         self._thread = threading.Thread(
             target=self.serve_forever, kwargs={"poll_interval": _TURN}, name="kvxfer-web", daemon=True

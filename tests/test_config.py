@@ -15,6 +15,7 @@ from cryptography.hazmat.primitives.serialization import (
 from pydantic import ValidationError
 
 from kvxfer.config import SOCKET_PATH_LIMIT, Settings, problems
+from kvxfer.core.errors import KvxferError
 from tests.support.certificates import Authority, Identity, write
 
 
@@ -26,13 +27,13 @@ def test_the_defaults_can_be_built() -> None:
 @pytest.mark.parametrize(
     "flags, says",
     [
-        ({"memory_directories": ("relative",)}, r"directories\[0\] is 'relative'"),
+        ({"memory_directories": ("relative",)}, r" memory_directories\[0\] is 'relative'"),
         ({"memory_directories": ("/a", "/b/../c")}, r"directories\[1\]"),
         ({"memory_directories": ("/a//b",)}, r"directories\[0\]"),
-        ({"memory_file_mode": "0666"}, "file_mode is '0o666'"),
+        ({"memory_file_mode": "0666"}, " memory_file_mode is '0o666'"),
         ({"memory_file_mode": "0400"}, "file_mode"),
         ({"memory_file_group": str(2**32 - 1)}, "group is 4294967295"),
-        ({"shm_prefix": ""}, "shm_prefix is ''"),
+        ({"shm_prefix": ""}, ", shm_prefix is ''"),
         ({"shm_prefix": "kvxfer-"}, "shm_prefix"),
         ({"shm_prefix": "/a/b"}, "shm_prefix"),
         ({"engine_socket": "/" + "x" * SOCKET_PATH_LIMIT}, "108 bytes"),
@@ -112,10 +113,35 @@ def test_a_file_is_checked_as_well(tmp_path: Path) -> None:
         Settings.load(file)
 
 
+@pytest.mark.parametrize(
+    "content, says",
+    [
+        (None, "there is no such file"),
+        (b"engine_socket = PosixPath('/x')", r"Invalid value \(at line 1, column 17\)"),
+        (b"\xff\xfe", "'utf-8' codec can't decode"),
+    ],
+)
+def test_a_file_that_cannot_be_read(tmp_path: Path, content: bytes | None, says: str) -> None:
+    file = tmp_path / "kvxfer.toml"
+    if content is not None:
+        file.write_bytes(content)
+    with pytest.raises(KvxferError, match=rf"the settings file {file} cannot be read: {says}") as caught:
+        Settings.load(file)
+    assert caught.value.field == "config"
+
+
+def test_a_shell_completes_directories_with_a_slash() -> None:
+    assert Settings(memory_directories=("/dev/shm/a/", "/")).memory_directories == ("/dev/shm/a", "/")
+
+
 def test_problems_name_the_setting() -> None:
     with pytest.raises(ValidationError) as caught:
         Settings(peer_port=-1, lanes=0)
     assert [text.split(":")[0] for text in problems(caught.value)] == ["peer_port", "lanes"]
+    assert problems(caught.value)[0].endswith("greater than or equal to 0, not -1")
+    with pytest.raises(ValidationError) as caught:
+        Settings(peer_prt=1, x=2)
+    assert problems(caught.value) == ["peer_prt is no setting; is peer_port meant?", "x is no setting"]
     with pytest.raises(ValidationError) as caught:
         Settings(peer_host="0.0.0.0")
     assert problems(caught.value)[0].startswith("settings: peer_host '0.0.0.0' is not loopback")

@@ -46,7 +46,14 @@ COMPOSITION = (
     "kvxfer.tls",
     "kvxfer.web",
 )
-CLIENT = ("kvxfer.core", "kvxfer.pb", "kvxfer.wire", "kvxfer.memory.handles")
+CLIENT = (
+    "kvxfer.core",
+    "kvxfer.pb",
+    "kvxfer.wire",
+    "kvxfer.memory.handles",
+    "kvxfer.memory.lent",
+    "kvxfer.memory.cuda",
+)
 
 LAYERS: dict[str, Layer] = {
     # The package itself is loaded with every part of it, so it loads nothing.
@@ -57,6 +64,7 @@ LAYERS: dict[str, Layer] = {
     "kvxfer.pb": Layer(theirs=("google", "grpc")),
     "kvxfer.memory": Layer(ours=("kvxfer.core",), theirs=("numpy",), lazily=("torch",)),
     "kvxfer.memory.handles": Layer(ours=("kvxfer.core",), theirs=("numpy",), without=PURE),
+    "kvxfer.memory.lent": Layer(),
     "kvxfer.wire": Layer(
         ours=("kvxfer.core", "kvxfer.pb", "kvxfer.memory.handles"), theirs=("google", "numpy"), without=PURE
     ),

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from kvxfer.sizes import mib, short
+from kvxfer.sizes import counted, mib, short
 
 
 @pytest.mark.parametrize(
-    "size, told", [(0, "0 MiB"), (64 << 20, "64 MiB"), (3 << 19, "2 MiB"), (1 << 40, "1,048,576 MiB")]
+    "size, told",
+    [(0, "0 MiB"), (1 << 19, "512 KiB"), (64 << 20, "64 MiB"), (3 << 19, "2 MiB"), (1 << 40, "1,048,576 MiB")],
 )
 def test_mib(size: int, told: str) -> None:
     assert mib(size) == told
@@ -28,3 +29,7 @@ def test_mib(size: int, told: str) -> None:
 )
 def test_short(size: int, told: str) -> None:
     assert short(size) == told
+
+
+def test_counted() -> None:
+    assert [counted(n, "rank") for n in (0, 1, 2_000)] == ["0 ranks", "1 rank", "2,000 ranks"]

@@ -12,7 +12,10 @@ from kvxfer.core.errors import KvxferError, Reason
 
 def health(
     target: Annotated[
-        str, typer.Argument(help="gRPC target of a plaintext listener; empty: the engine socket.", show_default=False)
+        str,
+        typer.Argument(
+            help="Path of a socket, or host:port of a plaintext listener; empty: the engine socket.", show_default=False
+        ),
     ] = "",
     engine_socket: Annotated[
         Path, typer.Option(envvar="KVXFER_ENGINE_SOCKET", help="Unix socket of the engine listener.")
@@ -30,7 +33,7 @@ def health(
 
       kvxfer health
 
-      kvxfer health --service kvxfer.v1.KvTransfer
+      kvxfer health /run/kvxfer/rank0.sock --service kvxfer.v1.KvTransfer
 
       kvxfer health 127.0.0.1:9000
     """
@@ -38,7 +41,7 @@ def health(
     from grpc_health.v1 import health_pb2, health_pb2_grpc
 
     stub: Any = health_pb2_grpc.HealthStub  # its stubs know nothing of what it has
-    where = target or f"unix:{engine_socket}"
+    where = target if ":" in target else f"unix:{target or engine_socket}"
     with grpc.insecure_channel(where, options=[("grpc.enable_http_proxy", 0)]) as channel:
         try:
             request = health_pb2.HealthCheckRequest(service=service)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import sys
 
 import typer
@@ -42,9 +44,31 @@ def _root(
 
 
 def main() -> None:
-    """Entry point: errors of ours are one line and exit status 1."""
+    """Entry point: errors of ours are one line and exit status 1, and so is standard output that takes no more."""
     try:
         app()
     except KvxferError as error:
         typer.echo(f"kvxfer: {error}", err=True)
         sys.exit(1)
+    except (OSError, SystemExit) as ended:
+        # Only standard output can tell whether it was the one that failed; what is small waits in its buffer until now.
+        fault = _output_fault(probe=b"\n" if isinstance(ended, OSError) else b"")
+        if fault is None:
+            raise
+        if fault.errno != errno.EPIPE:  # a reader that has seen enough is no news
+            typer.echo(f"kvxfer: standard output: {fault.strerror}", err=True)
+        sys.stdout = None  # or the interpreter would try it once more, and complain
+        sys.exit(1)
+
+
+def _output_fault(probe: bytes) -> OSError | None:
+    """What keeps standard output from being written, if anything does."""
+    if sys.stdout is None:
+        return None
+    try:
+        sys.stdout.flush()
+        if probe:
+            os.write(sys.stdout.fileno(), probe)
+    except OSError as fault:
+        return fault
+    return None

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from kvxfer.cli.settings import flags, unknown_variables
+from kvxfer.cli.settings import as_toml, flags, unknown_variables
 from kvxfer.core.errors import KvxferError, Reason
 
 
@@ -52,7 +52,9 @@ def serve(
         list[str] | None,
         typer.Option("--set", help="Any other setting, as name=value; may be repeated.", show_default=False),
     ] = None,
-    print_settings: Annotated[bool, typer.Option("--print-settings", help="Show every setting, and stop.")] = False,
+    print_settings: Annotated[
+        bool, typer.Option("--print-settings", help="Show every setting, as TOML that --config reads, and stop.")
+    ] = False,
 ) -> None:
     """Run a sidecar until it is told to stop.
 
@@ -88,11 +90,8 @@ def serve(
         settings = Settings.load(config, **flags(options, setting or []))
     except ValidationError as error:
         raise KvxferError(Reason.FIELD_INVALID, "; ".join(problems(error))) from error
-    except FileNotFoundError as error:
-        raise KvxferError(Reason.FIELD_INVALID, str(error), field="config") from error
     if print_settings:
-        for name, value in settings.model_dump().items():
-            typer.echo(f"{name} = {value!r}")
+        typer.echo(as_toml(settings.model_dump()))
         return
 
     from kvxfer import sidecar

@@ -7,6 +7,7 @@ from typing import Final
 from rich import box
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 #: The phases of a read, as a transfer tells them, and what each is.
 READ_PHASES: Final = {
@@ -37,7 +38,7 @@ def new_table(out: Console, title: str, *columns: str, left: int = 1) -> Table:
     """An empty table; all columns but the first ``left`` hold numbers."""
     plain = not out.is_terminal
     made = Table(
-        title=title,
+        title=Text(title, no_wrap=True, overflow="ignore") if plain else title,
         title_justify="left",
         title_style="" if plain else "bold",
         box=None if plain else box.SIMPLE_HEAD,

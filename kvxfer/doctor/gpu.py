@@ -92,5 +92,5 @@ def judge(gpu: Gpu, rdma: Sequence[str], modules: Sequence[str] | None) -> list[
         )
     elif rdma:
         findings.append(ok(CHECK, f"the NIC gets at GPU memory by {'nvidia-peermem' if gpu.peermem else 'dma-buf'}"))
-    findings.append(ok(CHECK, "kvxfer does not take CUDA memory yet: caches lie in the memory of the host"))
+    findings.append(ok(CHECK, "caches lie in the memory of the host: that of GPUs is untested, and off (allow_cuda)"))
     return findings

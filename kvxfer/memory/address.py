@@ -7,13 +7,18 @@ from typing import Final
 from kvxfer.core.errors import KvxferError, Reason
 from kvxfer.core.layout import MemoryKind
 from kvxfer.memory.handles import Address, Mappable
+from kvxfer.memory.lent import Lender, lenders
 from kvxfer.memory.mapping import MemoryIdentity
 from kvxfer.memory.oserrors import from_os_error
 from kvxfer.memory.policy import MemoryPolicy
 
 
 class AddressRegion:
-    """Memory that somebody else in this process owns: never mapped and never unmapped here."""
+    """Memory that somebody else in this process owns: never mapped and never unmapped here.
+
+    What was lent (:mod:`kvxfer.memory.lent`) stays until the region is closed; of other memory its owner has to see to
+    that.
+    """
 
     def __init__(self, handle: Address) -> None:
         self.identity: Final = MemoryIdentity((handle.kind.value, handle.device), handle.address, handle.size)
@@ -21,13 +26,15 @@ class AddressRegion:
         self.size: Final = handle.size
         self.kind: Final = handle.kind
         self.device: Final = handle.device
+        self._kept: tuple[Lender, ...] = lenders(handle)
 
     def export(self) -> Mappable | None:
         """None: there is no other side."""
         return None
 
     def close(self, *, keep: bool = False) -> None:
-        """Nothing: the memory is its owner's."""
+        """Let go of what was lent; everything else is its owner's affair."""
+        self._kept = ()
 
 
 def open_address(handle: Address, policy: MemoryPolicy) -> AddressRegion:

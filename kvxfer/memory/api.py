@@ -11,14 +11,17 @@ from typing import Protocol
 from kvxfer.core.errors import KvxferError, Reason
 from kvxfer.core.layout import MemoryKind
 from kvxfer.memory.address import open_address
+from kvxfer.memory.cuda_ipc import create_cuda, open_cuda
 from kvxfer.memory.file import open_file
 from kvxfer.memory.handles import (
     Address,
+    CudaIpc,
     FileHandle,
     Handle,
     Mappable,
     Memfd,
     Owned,
+    OwnedBacking,
     PosixShm,
 )
 from kvxfer.memory.mapping import MemoryIdentity
@@ -79,6 +82,10 @@ def open_region(handle: Handle, policy: MemoryPolicy) -> MappedRegion:
             return open_file(handle, policy)
         case Memfd():
             return open_memfd(handle, policy)
+        case Owned(backing=OwnedBacking.CUDA):
+            return create_cuda(handle, policy)
+        case CudaIpc():
+            return open_cuda(handle, policy)
         case Owned():
             return create_owned(handle, policy)
         case Address():

@@ -3,8 +3,6 @@
 Every number is in bytes unless it is a pid or a file descriptor.  A handle that cannot mean anything raises
 :class:`KvxferError` MEMORY_HANDLE_INVALID when it is built; whether the memory exists, is large enough and may be used
 is found out by :func:`kvxfer.memory.api.open_region`.
-
-CUDA IPC gets a dataclass of its own here and a module of its own beside this one; nothing else has to change.
 """
 
 from __future__ import annotations
@@ -141,6 +139,7 @@ class OwnedBacking(str, Enum):
 
     FILE = "file"
     MEMFD = "memfd"
+    CUDA = "cuda"
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,11 +148,13 @@ class Owned:
 
     :param size: bytes to create.
     :param backing: ``FILE`` (the default) reaches engines in other pid namespaces through a shared volume; ``MEMFD``
-        needs a common pid namespace and cannot be shrunk by anybody.
+        needs a common pid namespace and cannot be shrunk by anybody; ``CUDA`` is memory of a GPU.
+    :param device: number of the GPU, as the sidecar counts; 0 for host memory.
     """
 
     size: int
     backing: OwnedBacking = OwnedBacking.FILE
+    device: int = 0
 
     def __post_init__(self) -> None:
         _check_extent("offset", 0, self.size)
@@ -163,6 +164,33 @@ class Owned:
                 self.backing,
                 ", ".join(backing.value for backing in OwnedBacking),
             )
+        _check_int("device", self.device, 0, MAX_INT if self.backing is OwnedBacking.CUDA else 0)
+
+
+@dataclass(frozen=True, slots=True)
+class CudaIpc:
+    """Part of an allocation on a GPU, exported by CUDA IPC from the process that made it.
+
+    :param handle: the 64 bytes of ``cuIpcGetMemHandle``; of the whole allocation, not of a pointer into it.
+    :param offset: first byte.
+    :param size: bytes.
+    :param device: number of the GPU where ``uuid`` is not told, as the opening side counts.
+    :param uuid: 16 bytes that name the GPU, whatever its number; or empty.
+    """
+
+    handle: bytes
+    offset: int
+    size: int
+    device: int = 0
+    uuid: bytes = b""
+
+    def __post_init__(self) -> None:
+        for name, value, lengths in (("handle", self.handle, (64,)), ("device_uuid", self.uuid, (0, 16))):
+            if not isinstance(value, bytes) or len(value) not in lengths:
+                found = f"{len(value)} bytes" if isinstance(value, bytes) else value
+                raise _invalid(name, found, " or ".join(f"{length} bytes" for length in lengths))
+        _check_extent("offset", self.offset, self.size)
+        _check_int("device", self.device, 0, MAX_INT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,6 +217,6 @@ class Address:
 
 
 #: Everything that :func:`kvxfer.memory.api.open_region` takes.
-Handle: TypeAlias = PosixShm | FileHandle | Memfd | Owned | Address
+Handle: TypeAlias = PosixShm | FileHandle | Memfd | Owned | Address | CudaIpc
 #: What a sidecar-owned region exports for the engine to map.
-Mappable: TypeAlias = PosixShm | FileHandle | Memfd
+Mappable: TypeAlias = PosixShm | FileHandle | Memfd | CudaIpc

@@ -43,6 +43,7 @@ class MemoryPolicy:
     :param shm_prefix: what the name of every shared-memory object must start with; ``/`` allows all.
     :param allow_memfd: whether sealed memfds of other processes may be mapped.
     :param allow_address: whether plain addresses are taken; only right where engine and sidecar are one process.
+    :param allow_cuda: whether memory of GPUs is opened and made.
     :param max_region_bytes: largest region; by default the memory of the machine.
     :param owned_directory: where sidecar-owned files are made; by default the first of ``directories``.  Files in it
         may be mapped by path as well, so that a restarted sidecar finds them again.
@@ -55,6 +56,7 @@ class MemoryPolicy:
     shm_prefix: str = DEFAULT_SHM_PREFIX
     allow_memfd: bool = True
     allow_address: bool = False
+    allow_cuda: bool = False
     max_region_bytes: int = field(default_factory=_physical_memory)
     owned_directory: str | None = None
     file_mode: int = 0o600

@@ -21,6 +21,9 @@ MAX_CONFIG_BYTES: Final = 16 * 2**20
 #: Where multi-modal configs keep the language model's own.
 _NESTED: Final = ("text_config", "llm_config", "language_config")
 
+#: Both spellings of the model's data type.
+_DTYPE: Final = {"torch_dtype", "dtype"}
+
 Config = Mapping[str, object]
 
 
@@ -78,11 +81,12 @@ class Fields:
         return dict(self._config)
 
     def nested(self) -> Fields | None:
-        """The language model's part of a multi-modal config, if there is one."""
+        """The language model's part of a multi-modal config, if there is one; its data type may stand outside."""
         for key in _NESTED:
             inner = self._config.get(key)
             if isinstance(inner, Mapping):
-                return Fields(inner)
+                outside = {} if _DTYPE & inner.keys() else {key: self._config.get(key) for key in _DTYPE}
+                return Fields({**outside, **inner})
         return None
 
     def integer(self, *keys: str, default: int | None = None, low: int = 1, high: int = MAX_WIDTH) -> int:
@@ -128,6 +132,46 @@ class Fields:
             if not isinstance(item, str):
                 raise field_error(key, item, "a list of strings")
         return tuple(value)
+
+    def integers(self, key: str, low: int = 0, high: int = MAX_LAYERS) -> tuple[int, ...]:
+        """A list of integers; empty where the key is absent.
+
+        :raises KvxferError: FIELD_INVALID if it is anything else, or longer than any model is deep.
+        """
+        value = self.get(key)
+        if value is None:
+            return ()
+        if not isinstance(value, (list, tuple)) or len(value) > MAX_LAYERS:
+            raise field_error(key, value, f"a list of at most {MAX_LAYERS} integers")
+        return tuple(check_int(key, item, low, high) for item in value)
+
+    def kinds(self, key: str, known: Mapping[str, str]) -> tuple[str, ...]:
+        """What each layer is, from a list with one entry a layer; empty where the key is absent.
+
+        :param known: the words that the list may have, and what they mean.  Configs that Transformers 5 has written say
+            ``linear_attention`` and ``full_attention`` where older ones say ``mamba`` and ``attention``.
+        :raises KvxferError: FIELD_INVALID for another word, or a length that is not ``num_hidden_layers``.
+        """
+        listed = self.texts(key)
+        for item in listed:
+            if item not in known:
+                raise field_error(key, item, ", ".join(known))
+        depth = self.integer("num_hidden_layers", default=max(1, len(listed)), high=MAX_LAYERS)
+        if listed and len(listed) != depth:
+            raise field_error("num_hidden_layers", depth, f"the length of {key}, {len(listed)}")
+        return tuple(known[item] for item in listed)
+
+    def part(self, key: str) -> Fields | None:
+        """A config inside this one, if it is there.
+
+        :raises KvxferError: FIELD_INVALID if it is no JSON object.
+        """
+        value = self.get(key)
+        if value is None:
+            return None
+        if not isinstance(value, Mapping):
+            raise field_error(key, value, "a JSON object")
+        return Fields(value)
 
     def layers(self) -> int:
         """``num_hidden_layers``."""

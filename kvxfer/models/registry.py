@@ -67,5 +67,10 @@ def family_of(fields: Fields) -> tuple[Family, Fields]:
             if set(architectures) & set(family.architectures):
                 return family, part
     known = ", ".join(sorted(name for family in _FAMILIES for name in family.model_types))
-    shown = fields.get("model_type") or fields.get("architectures")
-    raise field_error("model_type", shown, known)
+    inner = fields.nested()
+    shown = [part.get("model_type") or part.get("architectures") for part in (fields, inner) if part is not None]
+    raise field_error(
+        "model_type",
+        shown[0] if inner is None else f"{shown[0]} (inside: {shown[1]})",
+        f"{known}; a family can be added (docs/how-to/add-a-model.md)",
+    )

@@ -29,7 +29,7 @@ def scale_down(config: Config | str | Path, *, max_layers: int | None = None, sh
     family, fields = family_of(Fields(load_config(config)))
     scaled = fields.copy()
     for key in family.widths:
-        if fields.get(key) is not None:
+        if fields.get(key) not in (None, "auto"):  # such a width follows from others
             width = fields.integer(key)
             if width % shrink:
                 raise field_error("shrink", shrink, f"a divisor of {key} ({width})")

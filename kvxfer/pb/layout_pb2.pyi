@@ -113,6 +113,10 @@ class _OwnedBackingEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_OwnedBac
     """A file on a volume that both sides see; works between pid namespaces."""
     OWNED_BACKING_MEMFD: _OwnedBacking.ValueType  # 2
     """A memfd; needs a common pid namespace, and nobody can shrink it."""
+    OWNED_BACKING_CUDA: _OwnedBacking.ValueType  # 3
+    """Memory of the region's GPU, exported by CUDA IPC (CudaIpcMemory).  Dies with the sidecar, and is freed with the
+    registration: the engine closes it before it unregisters.  Only where the sidecar's settings allow it; untested.
+    """
 
 class OwnedBacking(_OwnedBacking, metaclass=_OwnedBackingEnumTypeWrapper):
     """What sidecar-owned memory is made of."""
@@ -123,6 +127,10 @@ OWNED_BACKING_FILE: OwnedBacking.ValueType  # 1
 """A file on a volume that both sides see; works between pid namespaces."""
 OWNED_BACKING_MEMFD: OwnedBacking.ValueType  # 2
 """A memfd; needs a common pid namespace, and nobody can shrink it."""
+OWNED_BACKING_CUDA: OwnedBacking.ValueType  # 3
+"""Memory of the region's GPU, exported by CUDA IPC (CudaIpcMemory).  Dies with the sidecar, and is freed with the
+registration: the engine closes it before it unregisters.  Only where the sidecar's settings allow it; untested.
+"""
 Global___OwnedBacking: _TypeAlias = OwnedBacking  # noqa: Y015
 
 @_typing.final
@@ -531,6 +539,7 @@ class MemoryHandle(_message.Message):
     MEMFD_FIELD_NUMBER: _builtins.int
     OWNED_FIELD_NUMBER: _builtins.int
     ADDRESS_FIELD_NUMBER: _builtins.int
+    CUDA_IPC_FIELD_NUMBER: _builtins.int
     size: _builtins.int
     """REQUIRED.  Bytes; the size of the region that the handle stands for.  Checked against the real object before
     anything is mapped.
@@ -555,6 +564,10 @@ class MemoryHandle(_message.Message):
     def address(self) -> Global___AddressMemory:
         """Memory of the sidecar's own process."""
 
+    @_builtins.property
+    def cuda_ipc(self) -> Global___CudaIpcMemory:
+        """Part of an allocation on a GPU."""
+
     def __init__(
         self,
         *,
@@ -564,12 +577,13 @@ class MemoryHandle(_message.Message):
         memfd: Global___MemfdMemory | None = ...,
         owned: Global___OwnedMemory | None = ...,
         address: Global___AddressMemory | None = ...,
+        cuda_ipc: Global___CudaIpcMemory | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "file", b"file", "kind", b"kind", "memfd", b"memfd", "owned", b"owned", "posix_shm", b"posix_shm"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "cuda_ipc", b"cuda_ipc", "file", b"file", "kind", b"kind", "memfd", b"memfd", "owned", b"owned", "posix_shm", b"posix_shm"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "file", b"file", "kind", b"kind", "memfd", b"memfd", "owned", b"owned", "posix_shm", b"posix_shm", "size", b"size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "cuda_ipc", b"cuda_ipc", "file", b"file", "kind", b"kind", "memfd", b"memfd", "owned", b"owned", "posix_shm", b"posix_shm", "size", b"size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["posix_shm", "file", "memfd", "owned", "address"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["posix_shm", "file", "memfd", "owned", "address", "cuda_ipc"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
@@ -700,3 +714,35 @@ class AddressMemory(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___AddressMemory: _TypeAlias = AddressMemory  # noqa: Y015
+
+@_typing.final
+class CudaIpcMemory(_message.Message):
+    """Part of an allocation on a GPU, exported by CUDA IPC from the process that made it; only where the sidecar's settings
+    allow it, and untested.  The GPU is that of the region, unless device_uuid is given.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HANDLE_FIELD_NUMBER: _builtins.int
+    OFFSET_FIELD_NUMBER: _builtins.int
+    DEVICE_UUID_FIELD_NUMBER: _builtins.int
+    handle: _builtins.bytes
+    """REQUIRED.  What cuIpcGetMemHandle gives for the whole allocation; 64 bytes."""
+    offset: _builtins.int
+    """OPTIONAL.  First byte of the memory in the allocation."""
+    device_uuid: _builtins.bytes
+    """OPTIONAL.  The GPU, whatever its number in either process (cuDeviceGetUuid); 16 bytes."""
+    def __init__(
+        self,
+        *,
+        handle: _builtins.bytes = ...,
+        offset: _builtins.int = ...,
+        device_uuid: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device_uuid", b"device_uuid", "handle", b"handle", "offset", b"offset"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CudaIpcMemory: _TypeAlias = CudaIpcMemory  # noqa: Y015

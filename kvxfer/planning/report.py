@@ -305,10 +305,8 @@ def _costs(pair: Pair) -> Iterator[Cost]:
     for warning, ranks in told.items():
         yield Cost(CostKind.SHORT_RUNS, f"D {', '.join(map(str, ranks))}: {warning}")
     for group, times in _times_read(pair).items():
-        yield Cost(
-            CostKind.REPEATED_READS,
-            f"group {group} of P: each byte is read {times:.3g} times, by D ranks that hold the same units",
-        )
+        often = f"each byte is read {times:.3g} times" if times >= 1.01 else "a few bytes are read more than once"
+        yield Cost(CostKind.REPEATED_READS, f"group {group} of P: {often}, by D ranks that hold the same units")
 
 
 def _times_read(pair: Pair) -> dict[str, float]:

@@ -313,7 +313,6 @@ class Transfers:
 
         :param reads: for each part its read, where it is posted already.
         """
-        began = time.perf_counter()
         work = [
             asyncio.ensure_future(self._read_part(transfer, link, part, part.live, first, posted, timeout))
             for part, first in zip(transfer.parts, reads, strict=True)
@@ -327,7 +326,7 @@ class Transfers:
         leave(*work)
         if fault is not None and fault.reason in LINK_BREAKERS and fault.metadata.get("said") != STOPPING:
             link.lose(fault)
-        transfer.timings.total = time.perf_counter() - began
+        transfer.timings.total = clock() - posted
         self._decide(transfer, event, fault)
         await self._let_go(transfer, link, posted=True)
 

@@ -6,15 +6,26 @@ from typing import Final
 
 from kvxfer.core.errors import KvxferError, Reason
 from kvxfer.core.layout import MemoryKind, Region
-from kvxfer.memory.handles import Address, FileHandle, Handle, Memfd, Owned, OwnedBacking, PosixShm
+from kvxfer.memory.handles import Address, CudaIpc, FileHandle, Handle, Memfd, Owned, OwnedBacking, PosixShm
 from kvxfer.pb import layout_pb2 as pb
 from kvxfer.wire.fields import at, choice, refuse, under, variant
 
-BACKINGS: Final = {pb.OWNED_BACKING_FILE: OwnedBacking.FILE, pb.OWNED_BACKING_MEMFD: OwnedBacking.MEMFD}
+BACKINGS: Final = {
+    pb.OWNED_BACKING_FILE: OwnedBacking.FILE,
+    pb.OWNED_BACKING_MEMFD: OwnedBacking.MEMFD,
+    pb.OWNED_BACKING_CUDA: OwnedBacking.CUDA,
+}
 BACKINGS_OUT: Final = {backing: number for number, backing in BACKINGS.items()}
 
 #: The fields of a MemoryHandle that stand for each type.
-KINDS_OUT: Final = {PosixShm: "posix_shm", FileHandle: "file", Memfd: "memfd", Owned: "owned", Address: "address"}
+KINDS_OUT: Final = {
+    PosixShm: "posix_shm",
+    FileHandle: "file",
+    Memfd: "memfd",
+    Owned: "owned",
+    Address: "address",
+    CudaIpc: "cuda_ipc",
+}
 
 
 def handle_path(handle: Handle, field: str) -> str:
@@ -25,8 +36,8 @@ def handle_path(handle: Handle, field: str) -> str:
 def handle_from_pb(message: pb.MemoryHandle, field: str, region: Region | None = None) -> Handle:
     """Check and convert a handle.
 
-    :param region: what it stands for, where that is known: its size must agree, and an address takes its kind and
-        device from there.
+    :param region: what it stands for, where that is known: its size and kind of memory must agree, and an address and
+        memory of a GPU take their device from there.
     :raises KvxferError: FIELD_INVALID (no kind), MEMORY_HANDLE_INVALID.
     """
     kind = variant(message, "kind", field)
@@ -35,8 +46,12 @@ def handle_from_pb(message: pb.MemoryHandle, field: str, region: Region | None =
         raise _invalid(
             at(field, "size"), f"is {size}; the region has {region.size}", value=size, region_size=region.size
         )
-    if region is not None and region.memory is MemoryKind.VRAM and kind != "address":
-        raise _invalid(at(field, kind), "is host memory; the region says vram", memory=region.memory.value)
+    on_gpu = kind == "cuda_ipc" or (kind == "owned" and message.owned.backing == pb.OWNED_BACKING_CUDA)
+    if region is not None and kind != "address" and on_gpu != (region.memory is MemoryKind.VRAM):
+        what = "memory of a GPU" if on_gpu else "host memory"
+        said = region.memory.value
+        raise _invalid(at(field, kind), f"is {what}; the region says {said}", memory=said)
+    device = 0 if region is None else region.device
     if size == 0:
         raise _invalid(at(field, "size"), "is 0; it takes at least 1 byte", value=size)
     # The size belongs to the handle, everything else to its kind.
@@ -50,10 +65,12 @@ def handle_from_pb(message: pb.MemoryHandle, field: str, region: Region | None =
             case "memfd":
                 return Memfd(message.memfd.pid, message.memfd.fd, message.memfd.offset, size)
             case "owned":
-                return Owned(size, choice(message.owned.backing, BACKINGS, "backing"))
+                return Owned(size, choice(message.owned.backing, BACKINGS, "backing"), device if on_gpu else 0)
+            case "cuda_ipc":
+                named = message.cuda_ipc
+                return CudaIpc(named.handle, named.offset, size, device, named.device_uuid)
             case "address":
                 memory = MemoryKind.DRAM if region is None else region.memory
-                device = 0 if region is None else region.device
                 return Address(message.address.address, size, memory, device)
     except KvxferError as error:
         raise error.within(field if error.field == "size" else inside) from None
@@ -97,6 +114,9 @@ def handle_to_pb(handle: Handle) -> pb.MemoryHandle:
             )
         case Owned():
             return pb.MemoryHandle(size=handle.size, owned=pb.OwnedMemory(backing=BACKINGS_OUT[handle.backing]))
+        case CudaIpc():
+            named = pb.CudaIpcMemory(handle=handle.handle, offset=handle.offset, device_uuid=handle.uuid)
+            return pb.MemoryHandle(size=handle.size, cuda_ipc=named)
         case Address():
             return pb.MemoryHandle(size=handle.size, address=pb.AddressMemory(address=handle.address))
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shlex
 import shutil
 import signal
+import socket
 import subprocess
 import sys
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -99,7 +102,7 @@ def test_report_for_people(place: Path) -> None:
     assert "\x1b" not in done.stdout + done.stderr
     assert "scaled down:" in done.stdout
     assert done.stdout.rstrip().splitlines()[-1].startswith("every byte verified: ")
-    assert "handshake: 1 ranks" in done.stderr
+    assert "handshake: 1 rank" in done.stderr
 
 
 # -- processes that are ended ------------------------------------------------------------------------------------------
@@ -177,8 +180,18 @@ def test_children_die_with_the_demo(tmp_path: Path) -> None:
         shutil.rmtree(left)
 
 
+def ports_in_a_row(count: int) -> int:
+    """The first of some free TCP ports, below those that the kernel gives to others."""
+    for first in range(21_000, 30_000, count):
+        with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
+            for port in range(first, first + count):
+                stack.enter_context(socket.socket()).bind(("127.0.0.1", port))
+            return first
+    raise RuntimeError("no port is free")
+
+
 def test_keep_leaves_everything_running(place: Path) -> None:
-    running = Running(place, "--keep", "--json")
+    running = Running(place, "--keep", "--json", "--http-port", str(ports_in_a_row(2)))
     assert running.process.stdin is not None and running.process.stdout is not None
     found = json.loads(running.process.stdout.readline())
     hand = found["by_hand"]
@@ -186,6 +199,10 @@ def test_keep_leaves_everything_running(place: Path) -> None:
     assert Path(hand["sockets"]["D0"]).parent == Path(hand["directory"])
     assert any(command.startswith("kvxfer inspect ") for command in hand["commands"])
     assert hand["ticket"]["engine_id"] == "demo-P"
+    for address in hand["metrics"].values():
+        with urllib.request.urlopen(address, timeout=10) as answer:
+            assert b"kvxfer_ready 1" in answer.read()
+    assert sorted(hand["metrics"]) == ["D0", "P0"]
     inspect = shlex.join(KVXFER[:-1])
     grpcurl = Path(sys.executable).with_name("grpcurl")
     for command in hand["commands"]:

@@ -16,13 +16,14 @@ from kvxfer.cli.main import app
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (("--model", "nope"), "--model nope is neither a file nor one of nemotron-3-nano-30b-a3b,"),
+        (("--model", "nope"), "--model nope is neither a file nor a known name; allowed: "),
         (("--skip", "5"), "--skip is 5; it must be a multiple of 16"),
         (("--skip", "24", "--p-block-tokens", "32"), "--skip is 24; it must be a multiple of 16"),
         (("--tokens", "100", "--skip", "100"), "--skip is 100; allowed are 0 to 99"),
         (("--blocks", "2"), "--blocks is 2; 5000 tokens need 7 on P"),
-        (("--p-tp", "3"), "tp_size is 3; allowed: a divisor of 64"),
-        (("--kv-dtype", "int3"), "kv_dtype is 'int3'; allowed: "),
+        (("--p-tp", "3"), "--p-tp: tp_size is 3; allowed: a divisor of 64"),
+        (("--d-tp", "3"), "--d-tp: tp_size is 3; allowed: a divisor of 64"),
+        (("--kv-dtype", "int3"), "--kv-dtype: kv_dtype is 'int3'; allowed: "),
         (("--tokens", "9999999", "--memory-mib", "1"), "cannot be cut to 1 MiB; the whole needs "),
         (("--flip", "sideways"), "--flip is 'sideways'; allowed: inside, outside"),
     ],

@@ -225,9 +225,9 @@ def test_without_nixl_and_torch(tmp_path: Path) -> None:
         (("--only", "everything"), "there is no check 'everything'; allowed: settings, library"),
         (("--peer", "1.2.3:80"), "peer is '1.2.3:80'"),
         (("--set", "nonsense"), "--set takes name=value"),
-        (("--set", "nonsense=1"), "nonsense: Extra inputs"),
+        (("--set", "nonsense=1"), "nonsense is no setting"),
         (("--peer-port", "70000"), "peer_port"),
-        (("--config", "/nonexistent.toml"), "there is no settings file"),
+        (("--config", "/nonexistent.toml"), "there is no such file"),
         (("--engine-pid", "0"), "engine-pid"),
     ],
 )

@@ -44,6 +44,7 @@ def test_serving(served: tuple[Path, health.HealthServicer, int]) -> None:
         run(KVXFER_ENGINE_SOCKET=str(socket)),
         run(f"127.0.0.1:{port}"),
         run(f"unix:{socket}", "--timeout", "5"),
+        run(str(socket)),
     ):
         assert (found.exit_code, found.output) == (0, "SERVING\n")
 

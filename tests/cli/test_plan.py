@@ -56,6 +56,8 @@ def test_works() -> None:
     assert code == 0
     assert "verdict: works" in out.splitlines()
     assert "A prompt of" not in out and "all D ranks" not in out
+    _, out, _ = run("--model", "llama-3.1-70b", "--tokens", "1000")
+    assert out.splitlines()[-1].endswith("the least possible; as many as in whole pages, which have no padding")
 
 
 def test_refused_for_people() -> None:
@@ -314,7 +316,8 @@ def test_bad_configs(tmp_path: Path) -> None:
     for text, message in (
         ("nonsense", "--p-model: config is "),
         ('{"model_type": "unheard-of"}', "--p-model: model_type is 'unheard-of'; allowed: "),
-        ('{"model_type": "llama"}', "--p-model: "),
+        ('{"model_type": "unheard-of"}', "the layouts that its engine registers (--p-layout, --d-layout)"),
+        ('{"model_type": "llama"}', "--p-model: num_hidden_layers"),
     ):
         path.write_text(text)
         code, out, err = run("--p-model", str(path), "--d-model", "jamba-mini")

@@ -99,6 +99,30 @@ def test_bad_input(arguments: tuple[str, ...], message: str) -> None:
     assert err.startswith("kvxfer: ") and err.count("\n") == 1
 
 
+def test_nothing_to_save_is_said_once() -> None:
+    code, out, err = run("--model", "llama-3.1-70b", "--tp", "8", "--tokens", "512", "--tokens", "1024")
+    assert (code, err) == (0, "")
+    assert out.splitlines()[2:-1] == [
+        "",
+        "Bytes per rank and request, of each D rank",
+        "prompt  kvxfer reads",
+        "   512    20,971,520",
+        " 1,024    41,943,040",
+        "nothing to save: pages have no padding, and no block is longer than what is read at a time",
+    ]
+
+
+def test_the_title_of_a_plot_stays_inside(tmp_path: Path) -> None:
+    from kvxfer.cli.plan.figures import fit_text, new_figure
+
+    figure = new_figure(6.6, 4.9)
+    long, short = (figure.text(0.13, y, "w" * n, fontsize=13) for y, n in ((0.9, 200), (0.8, 5)))
+    for text in (long, short):
+        fit_text(figure, text)
+        assert text.get_window_extent().x1 <= figure.bbox.x1
+    assert (long.get_fontsize() < 6, short.get_fontsize()) == (True, 13)
+
+
 def test_plot(tmp_path: Path) -> None:
     svg = tmp_path / "volume.svg"
     code, out, err = run(*SUPER, *BOTH, "--up-to", "9000", "--plot", str(svg))

@@ -74,7 +74,7 @@ BAD: list[tuple[str, tuple[Any, ...], dict[str, Any], str, str]] = [
         for rest in (
             ((None, MEMORY), KEY, "layout", "is None; a CacheLayout"),
             ((layout(), None), KEY, "memory", "is None"),
-            ((layout(), ["/dev/shm/a"]), KEY, "memory[0]", "is a str; a SharedRegion or a handle"),
+            ((layout(), ["/dev/shm/a"]), KEY, "memory[0]", "is a str; a SharedRegion, a LocalRegion or a handle"),
             ((layout(), MEMORY), {"compatibility_key": None}, "compatibility_key", "is None"),
             ((layout(), MEMORY), {**KEY, "rank": 0}, "rank", "type int; a Rank"),
             ((layout(), MEMORY), {**KEY, "ranks": ["h:1"]}, "ranks[0]", "is a str"),

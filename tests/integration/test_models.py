@@ -20,6 +20,9 @@ QWEN = ("qwen3-next-80b-a3b", 8, 8)
 JAMBA = ("jamba-mini", 8, 64)
 LLAMA = ("llama-3.1-70b", 3, 16)
 DEEPSEEK = ("deepseek-v3", 3, 16)
+FALCON = ("falcon-h1-7b", 2, 8)
+GRANITE = ("granite-4.0-h-small", 7, 8)
+KIMI = ("kimi-linear-48b-a3b", 5, 8)
 
 Members = list[tuple[Rank, CacheLayout]]
 
@@ -67,6 +70,9 @@ CASES = {
         LLAMA, options(2, pp_size=2, kv_packing="regions"), options(4, kv_packing="regions")
     ),
     "MLA 4 to 2": Case(DEEPSEEK, options(4), options(2)),
+    "Mamba2 and attention in one layer, 2 to 4": Case(FALCON, options(2), options(4)),
+    "B and C on every rank, 4 to 2": Case(GRANITE, options(4), options(2)),
+    "KDA and MLA, 2 to 4": Case(KIMI, options(2), options(4)),
 }
 
 

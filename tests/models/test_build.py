@@ -138,7 +138,17 @@ def test_scale_down_depth() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["nemotron-3-nano-30b-a3b", "nemotron-3-super-120b-a12b", "qwen3-next-80b-a3b", "jamba-mini", "deepseek-v3"]
+    "name",
+    [
+        "nemotron-3-nano-30b-a3b",
+        "nemotron-3-super-120b-a12b",
+        "qwen3-next-80b-a3b",
+        "qwen3.5-9b",
+        "granite-4.0-h-small",
+        "falcon-h1-7b",
+        "jamba-mini",
+        "deepseek-v3",
+    ],
 )
 def test_scale_down_width(name: str) -> None:
     config = example(name)
@@ -156,6 +166,22 @@ def test_scale_down_width(name: str) -> None:
             assert a.name == b.name
             assert a.units.begin * b.units.total == b.units.begin * a.units.total
             assert a.units.end * b.units.total == b.units.end * a.units.total
+
+
+@pytest.mark.parametrize("name, layers", [("bamba-9b", 10), ("granite-4.0-h-small", 6), ("kimi-linear-48b-a3b", 4)])
+def test_scale_down_depth_of_lists(name: str, layers: int) -> None:
+    """Whatever says which layers attend, it goes on saying it."""
+    small = build(scale_down(example(name), max_layers=layers), EngineOptions())
+    whole = build(example(name), EngineOptions())
+    assert [v.layer for v in small.groups[-1].views] == [v.layer for v in whole.groups[-1].views][:1]
+    assert sum(len(g.views) for g in small.groups) == layers
+
+
+def test_scale_down_widths_that_follow_from_others() -> None:
+    bamba = example("bamba-9b")
+    scaled = scale_down({**bamba, "mamba_d_head": "auto"}, shrink=8)
+    assert (scaled["mamba_d_head"], scaled["hidden_size"]) == ("auto", 512)
+    assert build(scaled, EngineOptions()) == build(scale_down(bamba, shrink=8), EngineOptions())
 
 
 def test_scale_down_refuses() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,10 @@ import pytest
 
 from kvxfer.core.errors import KvxferError, Reason
 from kvxfer.core.layout import Rank
-from kvxfer.models import EXAMPLES, EngineOptions, build, build_all, example, load_config
+from kvxfer.models import EXAMPLES, EngineOptions, build, build_all, example, load_config, model_spec
 
 NANO = "nemotron-3-nano-30b-a3b"
+MAMBA = ("mamba_n_heads", "mamba_n_groups", "mamba_d_state", "mamba_d_conv")
 
 
 def refused(config: Any, options: EngineOptions | None = None, rank: Rank | None = None) -> KvxferError:
@@ -48,6 +50,12 @@ def without(name: str, *keys: str) -> dict[str, object]:
         ("jamba-mini", "mamba_d_state"),
         ("jamba-mini", "mamba_d_conv"),
         ("jamba-mini", "hidden_size"),
+        *(("bamba-9b", key) for key in ("num_hidden_layers", "hidden_size", "mamba_expand", *MAMBA)),
+        *(("granite-4.0-h-small", key) for key in ("num_hidden_layers", *MAMBA)),
+        *(("falcon-h1-7b", key) for key in ("num_hidden_layers", "mamba_n_heads", "mamba_d_conv")),
+        ("kimi-linear-48b-a3b", "num_hidden_layers"),
+        ("kimi-linear-48b-a3b", "kv_lora_rank"),
+        ("kimi-linear-48b-a3b", "qk_rope_head_dim"),
         ("llama-3.1-70b", "num_hidden_layers"),
         ("llama-3.1-70b", "hidden_size"),
         ("deepseek-v3", "kv_lora_rank"),
@@ -74,6 +82,9 @@ def test_unknown_model_lists_known_ones() -> None:
     assert "'gpt2'" in error.message
     for known in ("nemotron_h", "qwen3_next", "jamba", "llama", "deepseek_v3"):
         assert known in error.message
+    assert "docs/how-to/add-a-model.md" in error.message
+    inside = refused({"model_type": "gpt2_vl", "text_config": {"model_type": "gpt2_text"}})
+    assert "'gpt2_vl (inside: gpt2_text)'" in inside.message
     assert refused({}).field == "model_type"
     assert refused({"model_type": 7}).field == "model_type"
     assert refused({"architectures": "NemotronHForCausalLM"}).field == "architectures"
@@ -84,10 +95,15 @@ def test_architectures_and_nested_configs() -> None:
     plain = {k: v for k, v in example(NANO).items() if k != "model_type"}
     assert build(plain, EngineOptions()) == wanted
     assert build({"model_type": "some_vl", "text_config": example(NANO)}, EngineOptions()) == wanted
+    outside = {"text_config": without(NANO, "torch_dtype"), "torch_dtype": "float16"}
+    assert model_spec(outside).dtype == "float16"
+    assert model_spec({**outside, "text_config": {**example(NANO), "torch_dtype": "float32"}}).dtype == "float32"
     listed = without(NANO, "hybrid_override_pattern", "num_hidden_layers")
     words = {"M": "mamba", "*": "attention", "E": "moe", "-": "mlp"}
-    listed["layers_block_type"] = [words[c] for c in str(example(NANO)["hybrid_override_pattern"])]
-    assert build(listed, EngineOptions()) == wanted
+    for word in ("mamba", "attention"), ("linear_attention", "full_attention"):
+        words |= dict(zip("M*", word, strict=True))
+        listed["layers_block_type"] = [words[c] for c in str(example(NANO)["hybrid_override_pattern"])]
+        assert build(listed, EngineOptions()) == wanted
 
 
 @pytest.mark.parametrize(
@@ -117,6 +133,74 @@ def test_bad_others() -> None:
     assert refused({**qwen, "layer_types": ["sliding_attention"] * 48}).field == "layer_types"
     windowed = {**example("llama-3.1-70b"), "layer_types": ["sliding_attention"] * 80}
     assert refused(windowed).reason is Reason.UNSUPPORTED
+
+
+def test_bad_bamba_granite_and_falcon() -> None:
+    bamba, granite, falcon = (example(name) for name in ("bamba-9b", "granite-4.0-h-small", "falcon-h1-7b"))
+    for model, changes, field, told in (
+        (bamba, {"attn_layer_indices": 9}, "attn_layer_indices", "list"),
+        (bamba, {"attn_layer_indices": [9, -1]}, "attn_layer_indices", "0 to"),
+        (bamba, {"mamba_d_head": 32}, "mamba_d_head", "64 .8192 channels, 128 heads., or auto"),
+        (bamba, {"mamba_n_heads": 100}, "mamba_n_heads", "a divisor of the layer's 8192 channels"),
+        (granite, {"layer_types": ["mamba"]}, "num_hidden_layers", "the length of layer_types, 1"),
+        (granite, {"layer_types": ["moe"] * 40}, "layer_types", "mamba, linear_attention, attention, full_attention"),
+        (falcon, {"mamba_d_ssm": 100}, "mamba_n_heads", "a divisor of the layer's 100 channels"),
+        (falcon, {"mamba_d_ssm": None}, "mamba_expand", "required"),
+    ):
+        error = refused({**model, **changes})
+        assert error.field == field
+        assert re.search(told, error.message), error.message
+    # Indices beyond the model are no layers of it.
+    assert build({**bamba, "attn_layer_indices": [9, 18, 27, 99]}, EngineOptions()) == build(bamba, EngineOptions())
+    auto = {**bamba, "mamba_d_head": "auto"}
+    assert build(auto, EngineOptions()) == build(bamba, EngineOptions())
+
+
+ZAMBA2: dict[str, object] = {
+    "model_type": "zamba2",
+    "num_hidden_layers": 3,
+    "layers_block_type": ["mamba", "hybrid", "hybrid"],
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "n_mamba_heads": 8,
+    "mamba_expand": 2,
+    "mamba_ngroups": 2,
+    "mamba_d_state": 16,
+    "mamba_d_conv": 4,
+}
+
+
+@pytest.mark.parametrize("key", sorted(set(ZAMBA2) - {"model_type"}))
+def test_bad_zamba2(key: str) -> None:
+    wanted = build(ZAMBA2, EngineOptions())
+    if key != "num_hidden_layers":  # which the list tells, too
+        assert refused({k: v for k, v in ZAMBA2.items() if k != key}).field in (key, "num_key_value_heads")
+    for bad in (-1, 1.5, True, {"a": 1}, ["hybrid", 3]):
+        assert refused({**ZAMBA2, key: bad}).field == key
+    listed = {k: v for k, v in ZAMBA2.items() if k != "layers_block_type"}
+    assert build({**listed, "hybrid_layer_ids": [2, 1, 7]}, EngineOptions()) == wanted
+    assert refused({**ZAMBA2, "n_mamba_heads": 5}).field == "n_mamba_heads"
+    assert refused({**ZAMBA2, "num_attention_heads": 5}).field == "num_attention_heads"
+    assert refused({**ZAMBA2, "layers_block_type": ["mamba", "attention", "hybrid"]}).field == "layers_block_type"
+
+
+def test_bad_kimi() -> None:
+    kimi = example("kimi-linear-48b-a3b")
+    inner: Any = kimi["linear_attn_config"]
+    for key in ("num_heads", "head_dim", "short_conv_kernel_size"):
+        assert refused({**kimi, "linear_attn_config": {k: v for k, v in inner.items() if k != key}}).field == key
+    without_list = {k: v for k, v in inner.items() if k != "full_attn_layers"}
+    assert refused({**kimi, "linear_attn_config": without_list}).field == "layer_types"
+    assert refused({**kimi, "linear_attn_config": {**inner, "full_attn_layers": [0]}}).field == "full_attn_layers"
+    assert refused({**kimi, "linear_attn_config": 3}).field == "linear_attn_config"
+    assert refused({**kimi, "layer_types": ["sliding_attention"] * 27}).field == "layer_types"
+    plain = {k: v for k, v in kimi.items() if k != "linear_attn_config"}
+    plain["layer_types"] = [
+        "full_attention" if i in inner["full_attn_layers"] else "linear_attention" for i in range(1, 28)
+    ]
+    assert refused(plain).field == "linear_num_heads"
+    plain |= {"linear_num_heads": 32, "linear_head_dim": 128, "linear_conv_kernel_dim": 4}
+    assert build(plain, EngineOptions()) == build(kimi, EngineOptions())
 
 
 @pytest.mark.parametrize(

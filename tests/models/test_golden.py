@@ -176,7 +176,7 @@ def test_layouts_equal_golden(name: str, side: str) -> None:
 
 @pytest.mark.parametrize("side", ["P", "D"])
 def test_mla_beside_gdn(side: str) -> None:
-    """A model that is described directly: no family of ours mixes the two yet."""
+    """A model that is described directly, without a config."""
     golden = load("hyb_mla_gdn_tp2_tp2")
     state = gated_delta_net(4, 16, 4, 16, 4)
     layers = tuple(

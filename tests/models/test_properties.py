@@ -76,10 +76,81 @@ def jamba(draw: st.DrawFn, tp: int) -> dict[str, object]:
     }
 
 
+def bamba_state(draw: st.DrawFn, tp: int) -> dict[str, object]:
+    heads, width = fitting(draw, tp, False), draw(WIDTHS)
+    return {
+        "hidden_size": heads * width,
+        "mamba_expand": 1,
+        "mamba_n_heads": heads,
+        "mamba_d_head": draw(st.sampled_from([width, "auto"])),
+        "mamba_n_groups": fitting(draw, tp, True),
+        "mamba_d_state": draw(WIDTHS),
+        "mamba_d_conv": draw(st.integers(2, 5)),
+        "num_key_value_heads": fitting(draw, tp, True),
+        "head_dim": draw(WIDTHS),
+    }
+
+
+@st.composite
+def bamba(draw: st.DrawFn, tp: int) -> dict[str, object]:
+    """Bamba and Granite, which say otherwise which layers attend."""
+    which = draw(st.lists(st.booleans(), min_size=1, max_size=12))
+    model = {"num_hidden_layers": len(which), **bamba_state(draw, tp)}
+    if draw(st.booleans()):
+        return {**model, "model_type": "bamba", "attn_layer_indices": [i for i, attends in enumerate(which) if attends]}
+    words = draw(st.sampled_from([("mamba", "attention"), ("linear_attention", "full_attention")]))
+    return {**model, "model_type": "granitemoehybrid", "layer_types": [words[attends] for attends in which]}
+
+
+@st.composite
+def falcon_h1(draw: st.DrawFn, tp: int) -> dict[str, object]:
+    state = bamba_state(draw, tp)
+    own = {"mamba_d_ssm": state["hidden_size"], "hidden_size": 3} if draw(st.booleans()) else {}
+    return {"model_type": "falcon_h1", "num_hidden_layers": draw(st.integers(1, 6)), **state, **own}
+
+
+@st.composite
+def zamba2(draw: st.DrawFn, tp: int) -> dict[str, object]:
+    heads = fitting(draw, tp, False)
+    hybrid = draw(st.lists(st.booleans(), min_size=1, max_size=12).filter(any))
+    return {
+        "model_type": "zamba2",
+        "num_hidden_layers": len(hybrid),
+        "layers_block_type": ["hybrid" if attends else "mamba" for attends in hybrid],
+        "num_mem_blocks": draw(st.integers(1, 3)),
+        "hidden_size": heads * draw(WIDTHS),
+        "mamba_expand": draw(st.integers(1, 3)),
+        "n_mamba_heads": heads,
+        "mamba_ngroups": fitting(draw, tp, True),
+        "mamba_d_state": draw(WIDTHS),
+        "mamba_d_conv": draw(st.integers(2, 5)),
+        "num_key_value_heads": fitting(draw, tp, True),
+        "attention_head_dim": draw(WIDTHS),
+    }
+
+
+@st.composite
+def kimi(draw: st.DrawFn, tp: int) -> dict[str, object]:
+    latent = draw(st.lists(st.booleans(), min_size=1, max_size=12))
+    return {
+        "model_type": "kimi_linear",
+        "num_hidden_layers": len(latent),
+        "kv_lora_rank": draw(WIDTHS),
+        "qk_rope_head_dim": draw(WIDTHS),
+        "linear_attn_config": {
+            "full_attn_layers": [i + 1 for i, mla in enumerate(latent) if mla],
+            "num_heads": fitting(draw, tp, False),
+            "head_dim": draw(WIDTHS),
+            "short_conv_kernel_size": draw(st.integers(2, 5)),
+        },
+    }
+
+
 @st.composite
 def engines(draw: st.DrawFn) -> tuple[dict[str, object], EngineOptions]:
     tp = draw(TP)
-    config = draw(st.one_of(nemotron(tp), qwen(tp), jamba(tp)))
+    families = (nemotron, qwen, jamba, bamba, falcon_h1, zamba2, kimi)
+    config = draw(st.one_of(*(family(tp) for family in families)))
     pooled = draw(st.booleans())
     block = draw(st.sampled_from([1, 3, 4, 16]))
     options: dict[str, Any] = {

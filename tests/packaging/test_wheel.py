@@ -159,3 +159,9 @@ def test_serving_without_nixl_says_what_to_install(installed: Installed) -> None
     told = installed.run("kvxfer", "serve", *flags, status=1)
     assert "Traceback" not in told
     assert "kvxfer[nixl]" in told
+
+
+def test_the_engine_for_transformers_says_what_to_install(installed: Installed) -> None:
+    told = installed.run("python", "-c", "import kvxfer.engines.transformers", status=1).splitlines()[-1]
+    assert told.startswith("ImportError: kvxfer.engines.transformers needs torch and Transformers")
+    assert "pip install torch 'kvxfer[transformers]'" in told

@@ -125,6 +125,14 @@ def test_bytes_that_several_ranks_read_are_a_cost() -> None:
     assert found.costs[0].message.startswith("group mla of P: each byte is read 4 times")
 
 
+def test_a_small_part_that_several_ranks_read_is_called_small() -> None:
+    """Granite has one B/C group, which every rank holds: 1,536 of 1,074,688 bytes a snapshot at TP 2."""
+    found = report(*pair_of("granite-4.0-h-small", 2, 4))
+    assert {cost.message.partition(": ")[2] for cost in found.costs} == {
+        "a few bytes are read more than once, by D ranks that hold the same units"
+    }
+
+
 def test_only_the_groups_that_are_read_more_than_once_are_named() -> None:
     """Nano has 2 KV heads, so four D ranks share them; of states each rank has its own quarter."""
     found = report(*pair_of(NANO, 2, 4))

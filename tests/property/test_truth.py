@@ -36,7 +36,7 @@ from tests.truth import Blocks, Labels, RankMemory, Want, fewest_sources, verify
 ANY_ORDER = PairingOptions(min_run_bytes=1)
 
 #: For the truth itself: more examples than the profile has for other tests.
-MORE = settings(max_examples=3 * settings().max_examples)
+MORE = settings(max_examples=4 * settings().max_examples)
 
 recipes = st.binary(min_size=CHOICES, max_size=CHOICES).map(Recipe)
 

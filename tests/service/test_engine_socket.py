@@ -7,6 +7,7 @@ import json
 import os
 import stat
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -105,3 +106,23 @@ async def test_a_directory_that_others_can_write_to_is_told(cluster: Cluster, lo
     cluster.directory.chmod(0o777)
     await cluster.node()
     assert [e["log_level"] for e in logged if "engine socket's directory" in e["event"]] == ["warning"]
+
+
+@pytest.mark.parametrize("mode, masks", [(0o700, []), (0o711, [0o177])])
+async def test_the_mask_of_the_process_changes_only_where_others_could_get_in(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: int, masks: list[int]
+) -> None:
+    os.chmod(tmp_path, mode)
+    seen: list[int] = []
+    real = os.umask
+
+    def umask(value: int) -> int:
+        seen.append(value)
+        return real(value)
+
+    monkeypatch.setattr(os, "umask", umask)
+    before = real(0o22)
+    await cluster.node(engine_socket=tmp_path / "engine.sock")
+    assert seen[:1] == masks
+    assert stat.S_IMODE((tmp_path / "engine.sock").stat().st_mode) == 0o600
+    assert real(before) == 0o22

@@ -141,13 +141,31 @@ async def test_a_live_socket_is_left_alone(cluster: Cluster) -> None:
     assert file.read_text() == "precious"
 
 
-async def test_a_peer_port_that_is_taken(cluster: Cluster) -> None:
+async def test_a_peer_port_that_is_taken(cluster: Cluster, capfd: pytest.CaptureFixture[str]) -> None:
     node = await cluster.node()
     port = int(node.sidecar.peer_address.rpartition(":")[2])
     with pytest.raises(KvxferError) as caught:
         await cluster.node(peer_port=port)
     assert (caught.value.reason, caught.value.field) == (Reason.FIELD_INVALID, "peer_port")
+    assert caught.value.message == f"the peer listener cannot bind 127.0.0.1:{port}: Address already in use"
+    assert capfd.readouterr().err == ""  # gRPC's own line would say it once more, and worse
     await cluster.engine("engine-x", [node])
+
+
+@pytest.mark.parametrize(
+    "host, says", [("203.0.113.77", "Cannot assign requested address"), ("x.invalid", "not known")]
+)
+async def test_a_peer_host_that_is_not_of_this_machine(cluster: Cluster, host: str, says: str) -> None:
+    with pytest.raises(KvxferError, match=says) as caught:
+        await cluster.node(peer_host=host, insecure_peer=True)
+    assert (caught.value.reason, caught.value.field) == (Reason.FIELD_INVALID, "peer_host")
+
+
+async def test_a_directory_that_takes_no_socket(cluster: Cluster, capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(KvxferError, match=r"cannot bind /proc/x\.sock: No such file or directory") as caught:
+        await cluster.node(engine_socket=Path("/proc/x.sock"))
+    assert (caught.value.reason, caught.value.field) == (Reason.FIELD_INVALID, "engine_socket")
+    assert capfd.readouterr().err == ""
 
 
 async def test_stopping_drains(reading: Reading) -> None:

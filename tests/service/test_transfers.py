@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import socket
+import time
 from typing import Any
 
 import grpc.aio
@@ -14,6 +15,8 @@ from kvxfer.core.errors import KvxferError, Reason
 from kvxfer.pb import transfer_pb2 as pb
 from kvxfer.service import watch
 from kvxfer.wire.requests import spec_from_pb
+from kvxfer.xfer.api import Read, ReadResult
+from kvxfer.xfer.loopback import LoopbackEngine
 from tests.support.engines import as_bytes
 from tests.support.errors import refusal
 from tests.support.loopback import BLOCK, Cluster, Reading, small_layout, small_lists, soon
@@ -60,6 +63,19 @@ async def test_prepare_moves_nothing_and_reading_it_does(reading: Reading) -> No
     assert (again.state, again.create_time) == (DONE, done.create_time)
     assert reading.fabric.posts == 1
     assert (await counts(reading)).done == 1
+
+
+async def test_a_read_takes_at_least_as_long_as_its_phases(reading: Reading, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Posting goes on beside the event loop, which may come back to the read late."""
+    submit = LoopbackEngine.submit
+
+    def slow(engine: LoopbackEngine, read: Read) -> asyncio.Future[ReadResult]:
+        time.sleep(0.05)
+        return submit(engine, read)
+
+    monkeypatch.setattr(LoopbackEngine, "submit", slow)
+    done = await reading.good()
+    assert done.timings.total.ToTimedelta().total_seconds() > 0.05
 
 
 async def test_the_same_id_is_the_same_transfer_and_other_content_an_error(reading: Reading) -> None:

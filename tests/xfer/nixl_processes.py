@@ -23,7 +23,7 @@ import numpy.typing as npt
 from kvxfer.xfer.api import Demand, Span
 from kvxfer.xfer.engine import EngineSettings
 from kvxfer.xfer.environment import hard_exit
-from kvxfer.xfer.nixl import NixlEngine
+from kvxfer.xfer.nixl import NixlEngine, preload
 from tests.xfer.waiting import until
 
 _SPAWN = multiprocessing.get_context("spawn")
@@ -91,6 +91,7 @@ async def _target(pipe: Connection, name: str, size: int, seed: int) -> None:
 
 def _target_main(pipe: Connection, name: str, size: int, seed: int) -> None:
     try:
+        preload()
         asyncio.run(_target(pipe, name, size, seed))
     except BaseException:  # noqa: BLE001  reported, whatever it is
         traceback.print_exc()
@@ -161,6 +162,7 @@ async def reader(name: str = "reader-1", settings: EngineSettings | None = None)
 def _scenario_main(scenario: Callable[[], Awaitable[None]], environment: Mapping[str, str], errors: Connection) -> None:
     os.environ.update(environment)
     try:
+        preload()
         asyncio.run(_awaited(scenario))
     except BaseException:  # noqa: BLE001  reported, whatever it is
         errors.send(traceback.format_exc())

@@ -30,7 +30,7 @@ from kvxfer.core.layout import (
 )
 from kvxfer.core.pairing import PairingOptions
 from kvxfer.core.resolve import NULL_BLOCK, BlockList
-from kvxfer.memory.handles import Address, FileHandle, Handle, Memfd, Owned, OwnedBacking, PosixShm
+from kvxfer.memory.handles import Address, CudaIpc, FileHandle, Handle, Memfd, Owned, OwnedBacking, PosixShm
 from kvxfer.wire.addresses import RankAddress
 from kvxfer.wire.params import prefill_params, ticket_from_params, ticket_to_params
 from kvxfer.wire.tickets import Ticket, TicketRank, ticket_from_string, ticket_to_string
@@ -40,6 +40,8 @@ from kvxfer_client.aio_session import AsyncSession
 from kvxfer_client.blocks import attention_blocks, grouped, snapshot, state_blocks
 from kvxfer_client.calls import RemoteEngine
 from kvxfer_client.client import Client, Watch
+from kvxfer_client.cuda import DeviceRegion
+from kvxfer_client.local import LocalRegion
 from kvxfer_client.memory import SharedRegion
 from kvxfer_client.results import (
     Counts,
@@ -75,6 +77,8 @@ __all__ = [
     "Client",
     "Component",
     "Counts",
+    "CudaIpc",
+    "DeviceRegion",
     "FileHandle",
     "Group",
     "GroupCost",
@@ -84,6 +88,7 @@ __all__ = [
     "LeaseInfo",
     "LeaseReaders",
     "LeaseState",
+    "LocalRegion",
     "Memfd",
     "MemoryKind",
     "Owned",

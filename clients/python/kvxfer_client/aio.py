@@ -13,7 +13,6 @@ import grpc.aio
 
 from kvxfer.core.errors import KvxferError
 from kvxfer.core.layout import CacheLayout, Rank
-from kvxfer.memory.handles import Handle
 from kvxfer.pb import transfer_pb2_grpc
 from kvxfer_client import calls, checks
 from kvxfer_client.aio_session import AsyncSession
@@ -27,7 +26,7 @@ from kvxfer_client.calls import (
     Stream,
 )
 from kvxfer_client.channel import OPTIONS, closed_error, late_error, told_as_kvxfer_errors
-from kvxfer_client.memory import SharedRegion
+from kvxfer_client.local import Memory
 from kvxfer_client.results import (
     LeaseInfo,
     LeaseState,
@@ -149,7 +148,7 @@ class AsyncClient(Origin):
     async def session(
         self,
         layout: CacheLayout,
-        memory: Sequence[Handle | SharedRegion],
+        memory: Sequence[Memory],
         *,
         compatibility_key: str,
         rank: Rank = Rank(),  # noqa: B008 - frozen

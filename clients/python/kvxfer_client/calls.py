@@ -18,7 +18,6 @@ from kvxfer.core.errors import KvxferError, Reason
 from kvxfer.core.layout import CacheLayout, Rank
 from kvxfer.core.pairing import PairingOptions
 from kvxfer.core.resolve import BlockList
-from kvxfer.memory.handles import Handle
 from kvxfer.pb import transfer_pb2 as pb
 from kvxfer.wire.addresses import RankAddress
 from kvxfer.wire.fields import MAX_PAGE, duration
@@ -34,7 +33,7 @@ from kvxfer.wire.requests import (
 from kvxfer.wire.tickets import Ticket, TicketRank
 from kvxfer_client import checks
 from kvxfer_client.channel import target_of
-from kvxfer_client.memory import SharedRegion
+from kvxfer_client.local import Memory
 from kvxfer_client.results import (
     LEASE_STATES_OUT,
     STATES_OUT,
@@ -143,7 +142,7 @@ class RemoteEngine:
 def register(
     origin: Origin,
     layout: CacheLayout,
-    memory: Sequence[Handle | SharedRegion],
+    memory: Sequence[Memory],
     *,
     compatibility_key: str,
     rank: Rank = Rank(),  # noqa: B008 - frozen
@@ -183,22 +182,24 @@ def register(
 
 
 #: Makes the call that registers a session's cache: how the memory is named, and whether it was registered before.
-MakeRegister = Callable[[tuple[Handle, ...], bool], Call[Registered]]
+MakeRegister = Callable[[tuple[Memory, ...], bool], Call[Registered]]
 
 
 def held(
-    origin: Origin, layout: CacheLayout, memory: Sequence[Handle | SharedRegion], *, replace: bool, **options: Any
-) -> tuple[tuple[Handle, ...], MakeRegister]:
-    """How a session registers its cache, now and again; arguments as for :meth:`register`."""
+    origin: Origin, layout: CacheLayout, memory: Sequence[Memory], *, replace: bool, **options: Any
+) -> tuple[tuple[Memory, ...], MakeRegister]:
+    """What memory a session keeps, and how it registers its cache, now and again; arguments as for :meth:`register`."""
+    kept = tuple(checks.each(memory, "memory", checks.MEMORY))
 
-    def make(named: tuple[Handle, ...], again: bool) -> Call[Registered]:
+    def make(named: tuple[Memory, ...], again: bool) -> Call[Registered]:
         # Whoever is registered by the time that this one comes back is not to be driven out.
         call = register(origin, layout, named, replace=checks.flag(replace, "replace") and not again, **options)
         request: Any = call.request
         request.held = True
         return call
 
-    return checks.handles(memory), make
+    checks.handles(kept)
+    return kept, make
 
 
 def unregister(origin: Origin, incarnation: str = "", *, drain_timeout: float | None = None) -> Call[None]:

@@ -22,6 +22,7 @@ from kvxfer.wire.addresses import RankAddress
 from kvxfer.wire.blocks import tokens as checked_tokens
 from kvxfer.wire.fields import MAX_SECONDS, integer
 from kvxfer.wire.tickets import Ticket, ticket_from_string
+from kvxfer_client.local import LocalRegion
 from kvxfer_client.memory import SharedRegion
 
 T = TypeVar("T")
@@ -29,6 +30,8 @@ E = TypeVar("E", bound=Enum)
 
 #: One past the largest number of 32 bits.
 _UINT32: Final = 2**32
+#: What an engine gives as its memory.
+MEMORY: Final = "a SharedRegion, LocalRegion or handle for each region"
 
 
 def wrong_type(value: object, field: str, allowed: str) -> KvxferError:
@@ -141,11 +144,14 @@ def ticket(value: object, field: str = "ticket") -> Ticket:
 
 def handles(memory: Any) -> tuple[Handle, ...]:
     """What the sidecar maps, one for each region."""
-    allowed = "a handle or SharedRegion for each region"
-    found = tuple(m.handle if isinstance(m, SharedRegion) else m for m in each(memory, "memory", allowed))
+    found = tuple(m.handle if isinstance(m, SharedRegion | LocalRegion) else m for m in each(memory, "memory", MEMORY))
     for i, item in enumerate(found):
         if not isinstance(item, Handle):
-            raise wrong_type(item, f"memory[{i}]", "a SharedRegion or a handle (PosixShm, FileHandle, Memfd, Owned)")
+            raise wrong_type(
+                item,
+                f"memory[{i}]",
+                "a SharedRegion, a LocalRegion or a handle (PosixShm, FileHandle, Memfd, Owned, Address)",
+            )
     return found
 
 

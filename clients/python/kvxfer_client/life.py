@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
 from kvxfer.core.errors import KvxferError, Reason
-from kvxfer.memory.handles import Handle, Memfd
+from kvxfer.memory.handles import CudaIpc, Memfd
+from kvxfer_client.local import Memory
 from kvxfer_client.results import Registered
 
 #: The first pause between two attempts, and the longest, seconds.
@@ -29,7 +30,7 @@ class Register:
     :param again: after a break: nobody else's registration may be replaced.
     """
 
-    memory: tuple[Handle, ...]
+    memory: tuple[Memory, ...]
     again: bool
 
 
@@ -83,7 +84,7 @@ Plan: TypeAlias = Generator[Step, Any, None]
 _ON_PURPOSE: Final = frozenset({Reason.NOT_REGISTERED, Reason.STALE_INCARNATION})
 
 
-def plan(memory: Sequence[Handle]) -> Plan:
+def plan(memory: Sequence[Memory]) -> Plan:
     """The life of a session.  Nothing is tried again before the cache is registered for the first time."""
     known = yield Register(tuple(memory), again=False)
     yield Hold(known.incarnation)
@@ -93,7 +94,7 @@ def plan(memory: Sequence[Handle]) -> Plan:
         known = yield from _after_a_break(known, memory, why)
 
 
-def _after_a_break(known: Registered, memory: Sequence[Handle], why: KvxferError) -> Generator[Step, Any, Registered]:
+def _after_a_break(known: Registered, memory: Sequence[Memory], why: KvxferError) -> Generator[Step, Any, Registered]:
     if why.reason in _ON_PURPOSE:
         yield Lost(why, known.incarnation)
         raise why
@@ -141,20 +142,20 @@ def pauses() -> Iterator[float]:
         longest = min(2 * longest, LONGEST_PAUSE)
 
 
-def memory_again(known: Registered, memory: Sequence[Handle]) -> tuple[Handle, ...]:
+def memory_again(known: Registered, memory: Sequence[Memory]) -> tuple[Memory, ...]:
     """What to name the memory by, once the sidecar that may have made it is gone.
 
     What was handed over is what it was.  A file that the sidecar made is named by its path: it outlives the sidecar,
     and the cache is still in it.
 
-    :raises KvxferError: MEMORY_HANDLE_INVALID where the sidecar made a memfd, which is gone with it.
+    :raises KvxferError: MEMORY_HANDLE_INVALID where the sidecar made a memfd or memory on a GPU: gone with it.
     """
-    gone = [number for number, handle in sorted(known.exported.items()) if isinstance(handle, Memfd)]
+    gone = [number for number, handle in sorted(known.exported.items()) if isinstance(handle, Memfd | CudaIpc)]
     if gone:
         regions = ", ".join(map(str, gone))
         raise KvxferError(
             Reason.MEMORY_HANDLE_INVALID,
-            f"the sidecar is gone, and with it the memfds that it had made for regions {regions}: build a new cache",
+            f"the sidecar is gone, and with it the memory that it had made for regions {regions}: build a new cache",
             field=f"memory[{gone[0]}]",
             regions=regions,
         )

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 import grpc
 
 from kvxfer.core.errors import KvxferError, Reason
-from kvxfer.memory.handles import Handle
 from kvxfer_client import calls, checks
 from kvxfer_client.calls import DEFAULT_TIMEOUT, Call, MakeRegister
 from kvxfer_client.channel import closed_error, late_error, session_closed_error
 from kvxfer_client.life import GONE, Follow, Found, Hold, Lost, Plan, Register, Sleep, Step, plan
+from kvxfer_client.local import Memory
 from kvxfer_client.results import Registered
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ class Session:
     def __init__(
         self,
         client: Client,
-        memory: tuple[Handle, ...],
+        memory: tuple[Memory, ...],
         make: MakeRegister,
         *,
         keep_leases: bool,

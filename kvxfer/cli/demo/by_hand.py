@@ -17,8 +17,10 @@ from kvxfer.wire.tickets import Ticket, ticket_to_pb
 _SERVICE = "kvxfer.v1.KvTransfer"
 
 
-def by_hand(directory: Path, scenario: Scenario, sockets: dict[str, str], ticket: Ticket) -> dict[str, Any]:
-    """Write requests for the first D rank into ``directory``; sockets, the ticket, and commands to paste."""
+def by_hand(
+    directory: Path, scenario: Scenario, sockets: dict[str, str], metrics: dict[str, str], ticket: Ticket
+) -> dict[str, Any]:
+    """Write requests for the first D rank into ``directory``; sockets, metrics, the ticket, and commands to paste."""
     spec = spec_to_pb(scenario.d.engine_id, ticket, scenario.d.blocks, skip_tokens=scenario.choices.skip)
     requests: dict[str, Message] = {
         "Handshake": handshake_to_pb(scenario.d.engine_id, ticket),
@@ -33,4 +35,5 @@ def by_hand(directory: Path, scenario: Scenario, sockets: dict[str, str], ticket
         path.write_text(MessageToJson(request, preserving_proto_field_name=True), encoding="utf-8")
         commands.append(f"{call.format('-d @')} {_SERVICE}/{name} < {path}")
     message = MessageToDict(ticket_to_pb(ticket), preserving_proto_field_name=True)
-    return {"directory": str(directory), "sockets": sockets, "ticket": message, "commands": commands}
+    told = {"directory": str(directory), "sockets": sockets, "metrics": metrics}
+    return {**told, "ticket": message, "commands": commands}

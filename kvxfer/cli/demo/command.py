@@ -36,6 +36,15 @@ def demo(
     ] = 1024,
     timeout: Annotated[float, typer.Option(min=1, max=3600, help="Seconds that any phase may take.")] = 120,
     keep: Annotated[bool, typer.Option("--keep", help="Leave everything running until Enter or Ctrl-C.")] = False,
+    http_port: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            max=65_535,
+            help="Serve metrics: of the first sidecar at this port of 127.0.0.1, of the others at the next ones.",
+            show_default=False,
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output.")] = False,
     flip: Annotated[str, typer.Option(hidden=True, help="inside or outside: damage one byte before verifying.")] = "",
 ) -> None:
@@ -52,7 +61,7 @@ def demo(
 
       kvxfer demo --p-tp 4 --d-tp 2 --model qwen3-next-80b-a3b
 
-      kvxfer demo --keep
+      kvxfer demo --keep --http-port 9100
     """
     import json
 
@@ -64,7 +73,7 @@ def demo(
     choices = Choices(p_tp, d_tp, tokens, skip, blocks, p_block_tokens, d_block_tokens, kv_dtype, seed)
     try:
         fitted = fit(model, choices, memory_mib * 2**20)
-        result = _run(fitted, timeout, keep, as_json, flip)
+        result = _run(fitted, timeout, keep, as_json, flip, http_port or 0)
     except KvxferError as error:
         if as_json:
             typer.echo(json.dumps({"ok": False, "problems": [str(error)], "reason": error.reason.value}))
@@ -76,7 +85,7 @@ def demo(
         raise typer.Exit(1)
 
 
-def _run(fitted: Fitted, timeout: float, keep: bool, as_json: bool, flip: str) -> Result:
+def _run(fitted: Fitted, timeout: float, keep: bool, as_json: bool, flip: str, http_port: int) -> Result:
     import json
     from contextlib import ExitStack
 
@@ -87,7 +96,7 @@ def _run(fitted: Fitted, timeout: float, keep: bool, as_json: bool, flip: str) -
 
     with ExitStack() as stack:
         memory, note = stack.enter_context(memory_directory(fitted.scenario.memory))
-        setting = Setting(memory, stack.enter_context(run_directory()), timeout, keep, flip)
+        setting = Setting(memory, stack.enter_context(run_directory()), timeout, keep, flip, http_port)
         reporter = stack.enter_context(report.Reporter(quiet=as_json))
 
         def show(result: Result) -> None:

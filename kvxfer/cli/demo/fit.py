@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Final
 
 from kvxfer.cli.demo.scenario import Choices, Scenario, invalid
+from kvxfer.cli.model import find
 from kvxfer.core.errors import KvxferError
-from kvxfer.models import EXAMPLES, example, load_config, model_spec, scale_down
+from kvxfer.models import model_spec, scale_down
 from kvxfer.sizes import mib
 
 #: What widths may be divided by where fewer layers are not enough.
@@ -31,21 +31,6 @@ class Fitted:
     note: str
 
 
-def find(model: str) -> tuple[str, Config]:
-    """A model's short name and its config.
-
-    :param model: the name of an example, or the path of a config.json or of its directory.
-    :raises KvxferError: FIELD_INVALID where there is neither.
-    """
-    if model in EXAMPLES:
-        return model, example(model)
-    path = Path(model)
-    if not path.exists():
-        raise invalid("model", f"--model {model} is neither a file nor one of {', '.join(EXAMPLES)}", value=model)
-    folder = path if path.is_dir() else path.resolve().parent
-    return folder.resolve().name or "model", dict(load_config(path))
-
-
 def fit(model: str, choices: Choices, limit: int) -> Fitted:
     """The scenario of a model whose caches, of both engines, take at most ``limit`` bytes.
 
@@ -54,7 +39,7 @@ def fit(model: str, choices: Choices, limit: int) -> Fitted:
 
     :raises KvxferError: FIELD_INVALID where the model cannot be run so, or cannot be made small enough.
     """
-    name, config = find(model)
+    name, config = find(model, "--model")
     whole = Scenario.of(config, choices)
     if whole.memory <= limit:
         return Fitted(name, config, whole, "")

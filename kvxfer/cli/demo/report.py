@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shlex
+import shutil
 import sys
 from collections.abc import Sequence
 from types import TracebackType
@@ -16,9 +18,11 @@ from rich.table import Table
 from kvxfer.cli.demo.result import GroupResult, Page, Result
 from kvxfer.cli.fitting import put
 from kvxfer.cli.tables import READ_PHASES, console, new_table, say
-from kvxfer.sizes import mib
+from kvxfer.sizes import counted, mib
 
-#: The phases in the order in which they are told, with what they are.
+#: Phases of a read that are over before it begins.
+_PREPARED: Final = ("resolve", "make")
+#: The phases in the order in which they are told, with what they are; those of a read below the call that they are of.
 _PHASES: Final = {
     "start": "processes up, memory filled",
     "fill": "of that, filling memory (slowest rank)",
@@ -26,8 +30,9 @@ _PHASES: Final = {
     "publish": "PublishBlocks",
     "handshake": "Handshake: peers met, plans compiled, lists prepared",
     "prepare": "PrepareTransfer, the whole call",
-    **READ_PHASES,
+    **{phase: what for phase, what in READ_PHASES.items() if phase in _PREPARED},
     "read": "ReadBlocks on all ranks at once",
+    **{phase: what for phase, what in READ_PHASES.items() if phase not in _PREPARED},
     "verify": "comparing every byte",
 }
 #: Columns that a narrow terminal does without.
@@ -86,7 +91,7 @@ def show(result: Result, notes: Sequence[str]) -> None:
         out,
         f"NIXL {result.nixl}, UCX {result.ucx}; caches of {mib(result.p_memory)} on P and {mib(result.d_memory)} on D",
     )
-    for note in (result.scaled, *notes, *(f"warning: {w}" for w in result.warnings)):
+    for note in (result.scaled, *notes, *(f"warning: {w}" for w in _together(result.warnings))):
         if note:
             say(out, note, "yellow")
     for table in (_groups(out, result.groups), _ranks(out, result), _phases(out, result)):
@@ -96,13 +101,18 @@ def show(result: Result, notes: Sequence[str]) -> None:
     moved = result.bytes
     pages = sum(r.pages for r in result.ranks)
     say(out, f"{moved:,} bytes in {result.phases['read'] * 1e3:.1f} ms: {result.rate / 1e9:.2f} GB/s over all ranks")
-    say(out, f"{pages - moved:,} bytes less than whole pages ({moved / pages:.1%} of them)")
+    less = f"{pages - moved:,} bytes less than whole pages ({moved / pages:.1%} of them)"
+    say(out, less if pages > moved else "as many bytes as in whole pages: these have no padding")
     for problem in result.problems:
         say(out, problem, "bold red")
     if result.problems:
         say(out, "the demo FAILED", "bold red")
     else:
-        say(out, f"every byte verified: {result.verified:,} bytes on {len(result.ranks)} D ranks", "bold green")
+        say(
+            out,
+            f"every byte verified: {result.verified:,} bytes on {counted(len(result.ranks), 'D rank')}",
+            "bold green",
+        )
 
 
 def show_by_hand(result: Result) -> None:
@@ -114,11 +124,36 @@ def show_by_hand(result: Result) -> None:
     for name, path in result.by_hand["sockets"].items():
         out.write(f"  {name}  {path}\n")
     out.write(f"  DIR={shlex.quote(result.by_hand['directory'])}\n")
-    out.write(f"\nA ticket of P's blocks:\n{json.dumps(result.by_hand['ticket'])}\n\nTry:\n")
+    out.write(f"\nA ticket of P's blocks:\n{json.dumps(result.by_hand['ticket'])}\n\n{_try()}:\n")
     for command in result.by_hand["commands"]:
         out.write(f"  {command}\n")
+    for name, address in result.by_hand["metrics"].items():
+        out.write(f"  curl -s {address}  # {name}\n")
+    if not result.by_hand["metrics"]:
+        out.write("(with --http-port 9100 they serve metrics, too)\n")
     out.write("\nEnter or Ctrl-C ends it all.\n")
     out.flush()
+
+
+def _try() -> str:
+    """What to do before commands can be pasted into another terminal, which knows nothing of this environment."""
+    words = "Try"
+    if shutil.which("kvxfer") is None and sys.prefix != sys.base_prefix:
+        words += f", after source {shlex.quote(sys.prefix)}/bin/activate"
+    here = os.pathsep.join((os.environ.get("PATH", os.defpath), f"{sys.prefix}/bin"))
+    return words if shutil.which("grpcurl", path=here) else f"{words} (grpcurl comes with make setup)"
+
+
+def _together(warnings: Sequence[str]) -> list[str]:
+    """One of those that say the same of other groups and sources, and how many there are."""
+    found: dict[str, list[str]] = {}
+    for warning in warnings:
+        who, _, what = warning.partition(": ")
+        found.setdefault(what, []).append(who)
+    return [
+        f"{all_[0]}{f' (and {len(all_) - 1} more like it)' if len(all_) > 1 else ''}: {what}"
+        for what, all_ in found.items()
+    ]
 
 
 def _groups(out: Console, groups: Sequence[GroupResult]) -> Table:

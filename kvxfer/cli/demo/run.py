@@ -16,6 +16,7 @@ from kvxfer.cli.demo.fit import Fitted
 from kvxfer.cli.demo.result import RankResult, Result, groups_of
 from kvxfer.cli.tables import READ_PHASES
 from kvxfer.core.layout import Rank
+from kvxfer.sizes import counted
 from kvxfer.wire.tickets import Ticket, TicketRank
 from kvxfer_client import make_ticket, new_lease_token, ticket_to_string
 
@@ -41,6 +42,7 @@ class Setting:
     """How to run.
 
     :param timeout: how long any phase may take, seconds.
+    :param http_port: where the first sidecar serves its metrics, the next ones at the next ports; 0: nobody does.
     :param flip: see :meth:`kvxfer.cli.demo.engine.Engine.verify`.
     """
 
@@ -49,6 +51,7 @@ class Setting:
     timeout: float
     keep: bool
     flip: str
+    http_port: int = 0
 
     @property
     def call(self) -> float:
@@ -68,6 +71,7 @@ class Demo:
         self._engines: dict[str, list[Child]] = {"P": [], "D": []}
         self._seconds: dict[str, float] = {}
         self._sockets: dict[str, str] = {}
+        self._metrics: dict[str, str] = {}
         self._key: Final = f"kvxfer-demo/{fitted.name}"
 
     async def run(self) -> Result:
@@ -94,7 +98,8 @@ class Demo:
         hand: Mapping[str, Any] = {}
         if self._setting.keep:
             # A request of its own, so that the reads above and those by hand have nothing to do with each other.
-            hand = by_hand(self._setting.run, self._scenario, self._sockets, await self._publish("by-hand", registered))
+            ticket = await self._publish("by-hand", registered)
+            hand = by_hand(self._setting.run, self._scenario, self._sockets, self._metrics, ticket)
         return Result(
             model=self._fitted.name,
             scaled=self._fitted.note,
@@ -115,7 +120,7 @@ class Demo:
         """Start every process, fill the memory while the sidecars come up, and wait for all."""
         sides = (self._scenario.p, self._scenario.d)
         total = sum(len(side.layouts) for side in sides)
-        self._progress.phase(f"starting {total} sidecars and {total} engines", 3 * total)
+        self._progress.phase(f"starting {counted(total, 'sidecar')} and {counted(total, 'engine')}", 3 * total)
         for side in sides:
             for i in range(len(side.layouts)):
                 name = f"{side.name}{i}"
@@ -143,7 +148,11 @@ class Demo:
 
     def _serve(self, name: str) -> list[str]:
         """The arguments of a rank's sidecar."""
-        where = ("--engine-socket", self._sockets[name], "--memory-directory", str(self._setting.memory))
+        where = ["--engine-socket", self._sockets[name], "--memory-directory", str(self._setting.memory)]
+        if self._setting.http_port:
+            port = self._setting.http_port + len(self._metrics)
+            where += ["--http-port", str(port)]
+            self._metrics[name] = f"http://127.0.0.1:{port}/metrics"
         return ["serve", *where, "--peer-host", "127.0.0.1", "--peer-port", "0", "--log-format", "text"]
 
     async def _publish(self, request: str, registered: list[Answer]) -> Ticket:
@@ -175,7 +184,7 @@ class Demo:
         **values: object,
     ) -> list[Answer]:
         """Give all of some engines a command at once; their answers in order."""
-        self._progress.phase(f"{what}: {len(engines)} ranks", len(engines))
+        self._progress.phase(f"{what}: {counted(len(engines), 'rank')}", len(engines))
         special = per_child or {}
         work = {engine: engine.ask(what, **{**values, **special.get(engine, {})}) for engine in engines}
         answers = await self._children.all_of(what, work, self._progress.step)

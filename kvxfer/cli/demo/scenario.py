@@ -126,7 +126,13 @@ def _side(
     def options(blocks: int) -> EngineOptions:
         return EngineOptions(tp_size=tp, block_tokens=block_tokens, num_blocks=blocks, kv_dtype=choices.kv_dtype)
 
-    first = next(iter(build_all(config, options(1)).values()))
+    try:
+        first = next(iter(build_all(config, options(1)).values()))
+    except KvxferError as error:
+        side = f"--{name.lower()}-"
+        of = {"tp_size": f"{side}tp", "block_tokens": f"{side}block-tokens", "kv_dtype": "--kv-dtype"}
+        flag = of.get(error.field, "--model")
+        raise KvxferError(error.reason, f"{flag}: {error.message}", field=error.field, **error.metadata) from error
     counts = [_count(group, i, name, first, choices.tokens) for i, group in enumerate(first.groups)]
     pools: dict[int, int] = {}
     for pool, count in zip(first.pools, counts, strict=True):

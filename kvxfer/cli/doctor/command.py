@@ -151,5 +151,3 @@ def _settings(options: dict[str, Any]) -> tuple[Settings, list[str]]:
             return Lenient.load(file, **values), problems(strict)
         except ValidationError as error:
             raise KvxferError(Reason.FIELD_INVALID, "; ".join(problems(error))) from error
-    except FileNotFoundError as error:
-        raise KvxferError(Reason.FIELD_INVALID, str(error), field="config") from error

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+import socket
 import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -113,7 +115,18 @@ def look(target: str, most: int) -> View:
 @contextlib.contextmanager
 def _connected(target: str) -> Iterator[transfer_pb2_grpc.KvTransferStub]:
     with grpc.insecure_channel(target, options=OPTIONS) as channel:
-        yield transfer_pb2_grpc.KvTransferStub(channel)
+        try:
+            yield transfer_pb2_grpc.KvTransferStub(channel)
+        except KvxferError as error:
+            if error.reason is not Reason.PEER_UNREACHABLE or not _is_left_over(target.removeprefix(_SCHEME)):
+                raise
+            why = f"nobody listens on {target.removeprefix(_SCHEME)}: its sidecar has ended without removing it"
+            raise KvxferError(error.reason, why, **error.metadata) from None
+
+
+def _is_left_over(path: str) -> bool:
+    with socket.socket(socket.AF_UNIX) as probe:
+        return probe.connect_ex(path) == errno.ECONNREFUSED
 
 
 @contextlib.contextmanager

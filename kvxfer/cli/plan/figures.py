@@ -12,6 +12,7 @@ from kvxfer.core.errors import KvxferError, Reason
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+    from matplotlib.text import Text
 
 SUFFIXES: Final = (".svg", ".png")
 _DPI: Final = 150
@@ -37,7 +38,7 @@ def check_target(flag: str, target: str) -> None:
     if importlib.util.find_spec("matplotlib") is None:
         raise KvxferError(
             Reason.UNSUPPORTED,
-            f"{flag} needs matplotlib, which is not installed: pip install 'kvxfer[plot]'",
+            f"{flag} needs matplotlib, which is not installed: pip install matplotlib",
             field=field,
         )
 
@@ -49,6 +50,13 @@ def new_figure(width: float, height: float) -> Figure:
 
     with matplotlib.rc_context(_STYLE):
         return Figure(figsize=(width, height), facecolor="white")
+
+
+def fit_text(figure: Figure, text: Text) -> None:
+    """Make a text smaller where it would leave the figure at its right."""
+    left, right = text.get_window_extent().intervalx
+    if right > figure.bbox.x1:
+        text.set_fontsize(text.get_fontsize() * (figure.bbox.x1 - left) / (right - left) * 0.98)
 
 
 def save(flag: str, target: str, figure: Figure) -> None:

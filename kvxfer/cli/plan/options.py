@@ -67,6 +67,10 @@ KNOBS: Final = (
     Knob("pooled", "pooled", bool, "Whether groups share tensors, as hybrid allocators do.", "pooled"),
     Knob("spec-tokens", "spec_tokens", int, "Speculative tokens; each adds a row to conv states.", "0"),
 )
+#: What to do about a model of which nothing is known.
+_OTHER_FAMILIES: Final = (
+    "; of any model kvxfer plan takes the layouts that its engine registers (--p-layout, --d-layout)"
+)
 _PANELS: Final = {"": "Both engines", "p": "The prefill engine (P) only", "d": "The decode engine (D) only"}
 
 
@@ -111,7 +115,8 @@ class _Naming:
             # What is no option is a key of the model's config.
             flag = self._chosen.flags.get(error.field, self._chosen.flags["model"])
             values = {**error.metadata, "side": self._chosen.side}
-            raise KvxferError(error.reason, f"{flag}: {error.message}", field=error.field, **values) from error
+            other = _OTHER_FAMILIES if error.field == "model_type" else ""
+            raise KvxferError(error.reason, f"{flag}: {error.message}{other}", field=error.field, **values) from error
 
 
 def engine_options(*, without: Sequence[str] = ()) -> Callable[[Callable[..., None]], Callable[..., None]]:

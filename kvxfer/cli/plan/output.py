@@ -221,9 +221,10 @@ def _summary(report: Report) -> str:
     descriptors = sum(rank.read.descriptors for rank in report.ranks)
     least = sum(rank.read.least for rank in report.ranks)
     told = "the least possible" if moved == least else f"{moved - least:,} more than the least possible"
+    pages = f"{padded - moved:,} bytes less than whole padded pages ({moved / padded:.1%} of them)"
     return (
         f"all D ranks: {moved:,} bytes in {descriptors:,} descriptors ({moved / max(1, descriptors):,.0f} bytes each), "
-        f"{told}; {padded - moved:,} bytes less than whole padded pages ({moved / padded:.1%} of them)"
+        f"{told}; {pages if padded > moved else 'as many as in whole pages, which have no padding'}"
     )
 
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from kvxfer.cli.plan.figures import new_figure
+from kvxfer.cli.plan.figures import fit_text, new_figure
 from kvxfer.core.layout import GroupKind
 from kvxfer.planning import Lane, PageMap, PageView, Pair, Span
 
@@ -163,7 +163,7 @@ def _head(figure: Figure, page: PageMap, pair: Pair, height: float) -> None:
     name = p.name if p.name == d.name else f"{p.name} and {d.name}"
     sizes = sorted({view.size for view in page.views})
     told = " and ".join(f"{size:,}" for size in sizes)
-    figure.text(
+    title = figure.text(
         _LEFT / _WIDTH,
         1 - 0.30 / height,
         f"{name}: P TP {p.tp_size} to D TP {d.tp_size}, page{'s' if len(sizes) > 1 else ''} of {told} bytes",
@@ -172,6 +172,7 @@ def _head(figure: Figure, page: PageMap, pair: Pair, height: float) -> None:
         va="center",
     )
     what = "one page of one layer on a P rank, and what each D rank takes of it"
+    fit_text(figure, title)
     figure.text(_LEFT / _WIDTH, 1 - 0.60 / height, what, fontsize=10.5, color="#555555", va="center")
 
 

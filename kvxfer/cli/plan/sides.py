@@ -6,10 +6,11 @@ import json
 from pathlib import Path
 from typing import Final
 
+from kvxfer.cli.model import find
 from kvxfer.cli.plan.options import Chosen, bad
 from kvxfer.core.errors import KvxferError
 from kvxfer.core.layout import CacheLayout
-from kvxfer.models import EXAMPLES, example, load_config
+from kvxfer.models import EXAMPLES
 from kvxfer.planning import Engine
 
 #: Most bytes of a layout file that are read.
@@ -30,20 +31,7 @@ def preset(chosen: Chosen) -> Engine:
             f"{', '.join(EXAMPLES)})",
         )
     options = chosen.engine_options()
-    if chosen.model in EXAMPLES:
-        name, config = chosen.model, example(chosen.model)
-    else:
-        path = Path(chosen.model)
-        if not path.exists():
-            raise bad(
-                "model",
-                f"{flag} {chosen.model} is neither a file nor a known name; allowed: a config.json, its directory, or "
-                f"one of {', '.join(EXAMPLES)}",
-                value=chosen.model,
-            )
-        folder = path if path.is_dir() else path.parent
-        with chosen.naming_flags():
-            name, config = folder.resolve().name or "model", load_config(path)
+    name, config = find(chosen.model, flag)
     with chosen.naming_flags():
         return Engine.preset(name, config, options)
 

@@ -86,15 +86,24 @@ def show(found: Sequence[Series]) -> None:
         say(out, f"P: {describe(series.p)}")
         say(out, f"D: {describe(series.d)}")
         out.print()
-        put(out, _table(out, series))
+        table = _table(out, series)
+        put(out, table)
+        if len(table.columns) == 2:
+            say(out, "nothing to save: pages have no padding, and no block is longer than what is read at a time")
         out.print()
 
 
 def _table(out: Console, series: Series) -> Table:
-    sizes = ("padded pages", "whole blocks", "kvxfer reads", "saved", "of it padding", "block ends")
     alike = all(_numbers(rank) == _numbers(volume.ranks[0]) for volume in series.volumes for rank in volume.ranks)
     whose = "each D rank" if alike else "the D rank that reads most"
-    table = new_table(out, f"Bytes per rank and request, of {whose}", "prompt", *sizes, "of padded", left=0)
+    title = f"Bytes per rank and request, of {whose}"
+    if not any(volume.largest.padded > volume.largest.read for volume in series.volumes):
+        table = new_table(out, title, "prompt", "kvxfer reads", left=0)
+        for volume in series.volumes:
+            table.add_row(f"{volume.tokens:,}", f"{volume.largest.read:,}")
+        return table
+    sizes = ("padded pages", "whole blocks", "kvxfer reads", "saved", "of it padding", "block ends")
+    table = new_table(out, title, "prompt", *sizes, "of padded", left=0)
     for volume in series.volumes:
         rank = volume.largest
         saved = (rank.padded - rank.read, rank.padding, rank.tail)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
-from kvxfer.cli.plan.figures import new_figure
+from kvxfer.cli.plan.figures import fit_text, new_figure
 from kvxfer.cli.volume.output import Series
 from kvxfer.models.options import resolve_dtype
 
@@ -24,14 +24,8 @@ def draw(found: Sequence[Series]) -> Figure:
     top = max(volume.largest.padded for series in found for volume in series.curve) / _MB * 1.06
     first = found[0]
     name = first.p.name if first.p.name == first.d.name else f"{first.p.name} and {first.d.name}"
-    figure.text(
-        0.85 / width,
-        0.945,
-        f"{name}: P TP {first.p.tp_size} to D TP {first.d.tp_size}, transfer volume",
-        fontsize=13,
-        fontweight="bold",
-        va="center",
-    )
+    title = f"{name}: P TP {first.p.tp_size} to D TP {first.d.tp_size}, transfer volume"
+    fit_text(figure, figure.text(0.85 / width, 0.945, title, fontsize=13, fontweight="bold", va="center"))
     for i, series in enumerate(found):
         axes = figure.add_axes(((0.85 + 5.4 * i) / width, 0.125, 4.75 / width, 0.70))
         _panel(axes, series, top)

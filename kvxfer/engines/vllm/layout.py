@@ -1,7 +1,8 @@
 """The cache layout, from where vLLM's tensors lie.  Knows numbers only: no tensor, no vLLM.
 
 vLLM views a layer's cache as ``[blocks, heads, tokens, content]`` over one buffer that all layers and groups share, K
-and V of a token and head beside one another in the content.  A state layer's page is ``[blocks, bytes]``, its states
+and V of a token and head beside one another in the content; what an attention backend makes of a block's bytes may be
+something else.  A state layer's page is ``[blocks, bytes]``, its states
 one behind the other, and padding after them.
 """
 
@@ -39,6 +40,8 @@ class AttentionPages:
     :param dtype: a type's name, torch's.
     :param latent: one compressed vector a token, which every rank holds (MLA).
     :param total_heads: of the whole model; 0: this rank's on every rank.
+    :param arrangement: how a block's bytes are arranged where a token's are not in one cell; only caches of the same
+        arrangement are read.  Empty: the shape says it.
     """
 
     layer: str
@@ -48,6 +51,7 @@ class AttentionPages:
     dtype: str
     latent: bool = False
     total_heads: int = 0
+    arrangement: str = ""
 
 
 @dataclass(frozen=True)
@@ -139,7 +143,10 @@ def _kv(pages: AttentionPages, rank: Rank) -> Component:
     axes = [Axis(AxisKind.UNIT, heads, by_head), Axis(AxisKind.TOKEN, tokens, by_token)]
     if by_token > by_head and heads > 1:
         axes.reverse()
-    return Component("mla" if pages.latent else "kv", dtype, size, (*axes, Axis(AxisKind.INNER, content)), held)
+    name = "mla" if pages.latent else "kv"
+    # Components are matched by name, so that what does not fit is refused by both values.
+    name = f"{name}.{pages.arrangement}" if pages.arrangement else name
+    return Component(name, dtype, size, (*axes, Axis(AxisKind.INNER, content)), held)
 
 
 def _units(held: int, rank: Rank, total: int, layer: str) -> UnitRange:

@@ -33,6 +33,12 @@ from kvxfer.engines.vllm.layout import AttentionPages, Pages, StatePages, layout
 STATE_KINDS: Final = {"MAMBA1": "mamba1", "MAMBA2": "mamba2", "GDN_ATTN": "gdn"}
 #: Where model configurations say how many B and C groups there are.
 GROUP_FIELDS: Final = ("n_groups", "mamba_n_groups", "mamba_ngroups")
+#: Attention backends that keep K and V of a token and head where the tensor's shape says, beside one another.
+PLAIN: Final = frozenset({"FLASH_ATTN", "TRITON_ATTN", "FLEX_ATTENTION"})
+#: Likewise for compressed caches: a vector a token.
+PLAIN_MLA: Final = frozenset(
+    {"CPU_MLA", "TRITON_MLA", "FLASHMLA", "CUTLASS_MLA", "FLASHINFER_MLA", "FLASH_ATTN_MLA", "FLASHMLA_SPARSE"}
+)
 
 
 def unsupported(what: str, instead: str) -> KvxferError:
@@ -145,7 +151,23 @@ def _pages(layer: str, spec: KVCacheSpec, tensor: torch.Tensor, config: VllmConf
         isinstance(spec, MLAAttentionSpec),
         # Some models have layers with another number of heads: those are dealt out evenly.
         total if shape[1] == max(1, total // tp_size) else 0,
+        _arrangement(layer, spec, shape[2], config),
     )
+
+
+def _arrangement(layer: str, spec: AttentionSpec, tokens: int, config: VllmConfig) -> str:
+    """What the layer's backend makes of a block's bytes, where that is not what the tensor's shape says.
+
+    The CPU's keeps, head by head, all K of a kernel block and then all V, in tiles that depend on the instructions that
+    it uses.  Of others nothing is known, not even that a head's bytes are in one piece.
+    """
+    module = config.compilation_config.static_forward_context[layer]
+    backend = module.get_attn_backend().get_name()
+    if backend in (PLAIN_MLA if isinstance(spec, MLAAttentionSpec) else PLAIN) and spec.num_heads == spec.num_kv_heads:
+        return ""
+    if backend == "CPU_ATTN":
+        return f"cpu_{module.isa}.{tokens}"
+    return f"{backend.lower()}.{tokens}.tp{config.parallel_config.tensor_parallel_size}"
 
 
 def _name(dtype: torch.dtype) -> str:

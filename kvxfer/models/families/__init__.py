@@ -3,6 +3,26 @@
 Importing this package makes all of them known.
 """
 
-from kvxfer.models.families import deepseek, dense, jamba, nemotron_h, qwen3_next
+from kvxfer.models.families import (
+    bamba,
+    deepseek,
+    dense,
+    falcon_h1,
+    jamba,
+    kimi_linear,
+    nemotron_h,
+    qwen3_next,
+    zamba2,
+)
 
-__all__ = ["deepseek", "dense", "jamba", "nemotron_h", "qwen3_next"]
+__all__ = [
+    "bamba",
+    "deepseek",
+    "dense",
+    "falcon_h1",
+    "jamba",
+    "kimi_linear",
+    "nemotron_h",
+    "qwen3_next",
+    "zamba2",
+]

@@ -12,7 +12,8 @@ from kvxfer.models.spec import LayerSpec, ModelSpec, kv_cache, mamba1
 def read(fields: Fields) -> ModelSpec:
     """The caches of a Jamba model.
 
-    Recurrent states are of the model's own type unless the engine says otherwise, as in Transformers and vLLM.
+    Recurrent states are of the model's own type unless the engine says otherwise, as in vLLM (Transformers 5 keeps
+    them in float32).
     """
     depth = fields.layers()
     period = fields.integer("attn_layer_period", high=MAX_LAYERS)

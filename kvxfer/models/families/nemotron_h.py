@@ -12,15 +12,16 @@ from kvxfer.models.registry import Family, register
 from kvxfer.models.spec import LayerSpec, ModelSpec, kv_cache, mamba2
 
 _LETTERS: Final = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
+_WORDS: Final = {
+    **{word: word for word in _LETTERS.values()},
+    "linear_attention": "mamba",
+    "full_attention": "attention",
+}
 
 
 def _pattern(fields: Fields) -> tuple[str, ...]:
     """What each layer is: a value of ``_LETTERS``."""
-    listed = fields.texts("layers_block_type")
-    if listed:
-        for item in listed:
-            if item not in _LETTERS.values():
-                raise field_error("layers_block_type", item, ", ".join(_LETTERS.values()))
+    if listed := fields.kinds("layers_block_type", _WORDS):
         return listed
     pattern = fields.text("hybrid_override_pattern")
     for letter in pattern:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
+from dataclasses import replace
 from math import prod
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +12,8 @@ from typing import Any
 import pytest
 
 from kvxfer.core.errors import KvxferError, Reason
-from kvxfer.core.layout import CacheLayout, Rank
+from kvxfer.core.layout import CacheLayout, Component, Rank
+from kvxfer.core.pairing import Member, compile_plan
 
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("vLLM is not installed here: run `make engines`", allow_module_level=True)
@@ -48,7 +50,19 @@ MAMBA = MambaSpec(
 )
 
 
-def config(tp_size: int = 1, rank: int = 0, kv_heads: int = HEADS, **changes: Any) -> Any:
+class Layers(dict[str, Any]):
+    """Modules of attention layers, all of one backend."""
+
+    def __init__(self, backend: str) -> None:
+        super().__init__()
+        name = SimpleNamespace(get_name=lambda: backend)
+        self.module = SimpleNamespace(get_attn_backend=lambda: name, isa="vec")
+
+    def __missing__(self, key: str) -> Any:
+        return self.module
+
+
+def config(tp_size: int = 1, rank: int = 0, kv_heads: int = HEADS, backend: str = "FLASH_ATTN", **changes: Any) -> Any:
     """What is looked at of vLLM's configuration."""
     text = SimpleNamespace(n_groups=1, to_dict=lambda: {"hidden_size": 64, "transformers_version": "5"})
     model = SimpleNamespace(
@@ -74,6 +88,7 @@ def config(tp_size: int = 1, rank: int = 0, kv_heads: int = HEADS, **changes: An
         cache_config=SimpleNamespace(cache_dtype="auto"),
         kv_transfer_config=SimpleNamespace(engine_id="e"),
         speculative_config=None,
+        compilation_config=SimpleNamespace(static_forward_context=Layers(backend)),
     )
     for name, value in changes.items():
         setattr(parallel if hasattr(parallel, name) else found, name, value)
@@ -93,11 +108,13 @@ def cache(layers: dict[str, Any], outermost: str = "L") -> KVCacheConfig:
     return KVCacheConfig(num_blocks=BLOCKS, kv_cache_tensors=tensors, kv_cache_groups=groups)
 
 
-def made(found: KVCacheConfig, order: KVCacheLayout, kernel: int = TOKENS) -> tuple[CacheLayout, dict[str, Any], Any]:
+def made(
+    found: KVCacheConfig, order: KVCacheLayout, kernel: int = TOKENS, given: Any = None
+) -> tuple[CacheLayout, dict[str, Any], Any]:
     """vLLM's tensors, and the layout of them."""
     sizes = [kernel if not isinstance(g.kv_cache_spec, MambaSpec) else TOKENS for g in found.kv_cache_groups]
     tensors = allocate_kv_cache(found, torch.device("cpu"), order, sizes)
-    given = config()
+    given = given or config()
     layout, buffer = layout_from(given, found, groups_of(given, found), tensors, Rank())
     return layout, tensors, buffer
 
@@ -155,9 +172,39 @@ def test_states_are_where_their_layers_have_them(outermost: str) -> None:
 
 def test_compressed_caches_have_one_vector_a_token() -> None:
     spec = MLAAttentionSpec(block_size=TOKENS, num_kv_heads=1, head_size=576, dtype=torch.bfloat16)
-    layout, _, _ = made(cache({"a": spec}), KVCacheLayout.LBHNC)
+    layout, _, _ = made(cache({"a": spec}), KVCacheLayout.LBHNC, given=config(backend="FLASHMLA"))
     (part,) = layout.groups[0].views[0].components
     assert (part.name, part.dtype, part.inner[0].extent, str(part.units)) == ("mla", "bfloat16", 576, "[0, 1) of 1")
+
+
+def component(backend: str, block: int = TOKENS, tp_size: int = 1, slots: int | None = None) -> Component:
+    """The one component of an attention layer."""
+    spec = replace(FULL, block_size=block, num_head_slots=slots)
+    layout, _, _ = made(cache({"a": spec}), KVCacheLayout.LBHNC, block, config(tp_size, backend=backend))
+    return layout.groups[0].views[0].components[0]
+
+
+def test_what_a_backend_arranges_in_its_own_way_has_a_name_of_its_own() -> None:
+    assert component("FLASH_ATTN").name == "kv"
+    assert component("CPU_ATTN").name == "kv.cpu_vec.32"
+    assert component("CPU_ATTN", 64).name == "kv.cpu_vec.64"
+    assert component("FLASHINFER").name == "kv.flashinfer.32.tp1"
+    assert component("TRITON_ATTN", slots=2 * HEADS).name == "kv.triton_attn.32.tp1"
+
+
+def test_blocks_of_other_sizes_are_refused_where_tokens_have_no_place() -> None:
+    """Or D would attend to K and V of a wrong order, and nothing would say so."""
+
+    def member(backend: str, block: int) -> Member:
+        spec = replace(FULL, block_size=block)
+        layout, _, _ = made(cache({"a": spec}), KVCacheLayout.LBHNC, block, config(backend=backend))
+        return Member(Rank(), layout)
+
+    assert compile_plan(member("FLASH_ATTN", 64), [member("FLASH_ATTN", 32)]).sources
+    with pytest.raises(KvxferError) as caught:
+        compile_plan(member("CPU_ATTN", 64), [member("CPU_ATTN", 32)])
+    assert caught.value.reason is Reason.LAYOUT_MISMATCH
+    assert "kv.cpu_vec.32" in caught.value.message
 
 
 def test_layers_of_a_group_may_differ() -> None:

@@ -84,6 +84,12 @@ def test_a_compressed_cache_is_the_same_on_every_rank() -> None:
     assert (part.name, part.units.begin, part.units.end, part.units.total) == ("mla", 0, 1, 1)
 
 
+def test_an_arrangement_is_part_of_the_name() -> None:
+    tensor = np.zeros((4, 2, 32, 8), dtype="float16")
+    layout = layout_of([(ATTENTION, [pages_of(tensor, 0, arrangement="cpu_vec.32")])], 4, tensor.nbytes, Rank())
+    assert one(layout)[1].name == "kv.cpu_vec.32"
+
+
 def test_memory_of_a_gpu() -> None:
     tensor = np.zeros((4, 1, 32, 8), dtype="float16")
     layout = layout_of([(ATTENTION, [pages_of(tensor, 0)])], 4, tensor.nbytes, Rank(), MemoryKind.VRAM, 3)

@@ -261,11 +261,19 @@ async def test_a_request_that_is_given_up_is_told_when_it_has_quiesced(world: Wo
     await p.until("sent", "on p")
 
 
-async def test_vllm_must_have_used_what_it_was_lent(world: World) -> None:
+@pytest.mark.parametrize("lent", [False, True])
+async def test_vllm_must_have_used_what_it_was_lent(world: World, lent: bool) -> None:
     await world.start("e")
     given = settings_from({"engine_socket": f"{world.directory}/e.sock"})
     cache = await asyncio.to_thread(WorkerCache, given, "e", "key", Rank())
     world.engines.append(Engine("e", cache))
+    if lent:  # and then taken something else
+
+        def take() -> None:
+            with cache.lent(SIZE) or nullcontext():
+                torch.zeros(SIZE, dtype=torch.int8)
+
+        await asyncio.to_thread(take)
     with pytest.raises(KvxferError) as caught:
         await asyncio.to_thread(world.engines[0].allocate, nullcontext())
     assert caught.value.reason is Reason.UNSUPPORTED
