@@ -19,7 +19,7 @@ from tests.engines.vllm.settings import environment
 from tests.support.processes import until
 
 #: Seconds until a server serves, on a machine that has other things to do.
-START = 240.0
+START = 420.0
 #: Ends with the test, also where that is killed; and a process group of its own, to end all that it has started.
 _MAIN = (
     "import ctypes, os, runpy, signal, sys; ctypes.CDLL(None).prctl(1, signal.SIGKILL)\n"

@@ -55,7 +55,11 @@ class Scene:
         """Start a sidecar again that has been killed, and wait for its engine."""
         which.sidecar.start()
         which.sidecar.ready()
-        until(lambda: which.engine_id in registered(which.sidecar), 30, f"{which.engine_id} to be registered again")
+        self.wait_registered(which)
+
+    def wait_registered(self, which: Side) -> None:
+        """Again, with the sidecar that has taken the place of its own."""
+        until(lambda: which.engine_id in registered(which.sidecar), 60, f"{which.engine_id} to be registered again")
 
 
 @pytest.fixture(scope="module")
@@ -196,6 +200,7 @@ def d_killed(scene: Scene) -> Iterator[None]:
     yield
     supervisor.join()
     scene.pair.d.sidecar.ready()
+    scene.wait_registered(scene.pair.d)
 
 
 @contextmanager
