@@ -38,6 +38,8 @@ READ_TIMEOUT = 5.0
 #: Until D has answered, whatever happens: a read's deadline, its drain, the computation.
 PATIENCE = 20.0
 KEY = "tiny"
+#: How long P holds what is never read, seconds: no case takes longer.
+LEASE = 20.0
 
 Params = dict[str, Any]
 
@@ -81,7 +83,7 @@ def scene(workshop: Workshop, model: Model, truth: list[Answer]) -> Iterator[Sce
             process.ready()
         common: Params = {"compatibility_key": KEY}
         of_d = {**common, "read_timeout": READ_TIMEOUT}
-        engines = stack.enter_context(pair(workshop, model, processes, p=common, d=of_d))
+        engines = stack.enter_context(pair(workshop, model, processes, p={**common, "lease_ttl": LEASE}, d=of_d))
         yield Scene(workshop, engines, network, processes[2])
 
 
