@@ -30,12 +30,15 @@ RUN_READY := $(VENV)/.ready-run
 DEV_READY := $(VENV)/.ready-dev
 PROTO_READY := $(PROTO_VENV)/.ready
 PACKAGE_FILES := pyproject.toml constraints.txt
+# vLLM, and all that its tests need.
+ENGINES := .venv-engines
+ENGINES_READY := $(ENGINES)/.ready
 # What the containers are made from: fetched once, by scripts/containers.sh.
 CONTAINERS := .containers
 CONTAINERS_READY := $(VENV)/.ready-containers
 GET_PROMTOOL = scripts/get_promtool.sh $(BIN)/promtool || echo "Without promtool the tests of the alert rules are skipped"
 
-.PHONY: help setup demo test lint format types proto proto-check proto-baseline promtool pytest containers docs wheel bench clean
+.PHONY: help setup demo test lint format types proto proto-check proto-baseline promtool pytest containers engines docs wheel bench clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/\1\t\2/' | while IFS=$$'\t' read -r target what; do printf '  make %-12s %s\n' "$$target" "$$what"; done
@@ -58,6 +61,9 @@ pytest: $(DEV_READY) ## the tests alone (PYTEST_ARGS="...", HYPOTHESIS_PROFILE=d
 containers: $(CONTAINERS_READY) ## build the image, and test pods of it (Docker; or Podman and root)
 	@echo "Container engine: $$(scripts/containers.sh engine)"
 	KVXFER_CONTAINERS=$(CONTAINERS) $(BIN)/pytest tests/containers $(PYTEST_ARGS)
+
+engines: $(ENGINES_READY) ## real vLLM engines on the CPU, with kvxfer between them; installs vLLM into .venv-engines
+	KVXFER_ENGINES=1 $(ENGINES)/bin/python -m pytest tests/engines/vllm $(PYTEST_ARGS)
 
 lint: $(DEV_READY) ## ruff and buf: style, format, breaking changes; nothing is changed
 	$(BIN)/ruff check .
@@ -93,7 +99,7 @@ bench: $(RUN_READY) ## ReadBlocks against a raw NIXL READ (ARGS="..." are passed
 	$(BIN)/python benchmarks/read_blocks.py $(ARGS)
 
 clean: ## remove the environments and everything else that make has made
-	rm -rf $(VENV) $(PROTO_VENV) $(CONTAINERS) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(PROTO_VENV) $(CONTAINERS) $(ENGINES) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +
 
 $(VENV_READY):
@@ -118,6 +124,11 @@ $(CONTAINERS_READY): $(DEV_READY) scripts/containers.sh
 	$(BIN)/python $(PIP) $(PINNED) --group containers
 	scripts/containers.sh base $(CONTAINERS)
 	scripts/containers.sh wheels $(CONTAINERS) $(BIN)/python -m pip
+	@touch $@
+
+$(ENGINES_READY): constraints-engines.txt scripts/engines.sh pyproject.toml
+	@echo "Installing vLLM, NIXL and kvxfer into $(ENGINES) (some 2 GB: this may take a few minutes)"
+	scripts/engines.sh $(ENGINES) $(PYTHON)
 	@touch $@
 
 $(PROTO_READY): scripts/proto-requirements.txt

@@ -40,7 +40,7 @@ REASONS = {
 #: What is the same wherever it stands, whatever the page says.
 KNOWN = (
     (r"make demo\b", "run by tests/cli/test_demo.py"),
-    (r"make (test|pytest|lint|types|docs|wheel|proto-check|containers|bench)\b", "not run: is the test suite"),
+    (r"make (test|pytest|lint|types|docs|wheel|proto-check|containers|engines|bench)\b", "not run: is the test suite"),
     (r"make (setup|format|proto|proto-baseline|clean)\b", "not run: changes the checkout"),
     (r"make help\b", "run by tests/test_commands.py"),
     (r"(docker|podman)\b", "not run: starts containers"),
