@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import shlex
 import signal
 import socket
 import subprocess
@@ -42,7 +43,10 @@ def pages() -> list[Path]:
 
 
 def commands(page: Path) -> list[Command]:
-    """The commands of a page: lines that begin with ``$``, continued by a backslash; other lines are their output."""
+    """The commands of a page: lines that begin with ``$``; other lines are their output.
+
+    A command goes on after a backslash, and until its quotes are closed.
+    """
     text = page.read_text(encoding="utf-8")
     mark = ""
     found = []
@@ -50,12 +54,26 @@ def commands(page: Path) -> list[Command]:
         if part["mark"]:
             mark = part["mark"]
             continue
-        line = text.count("\n", 0, part.start("block")) + 1
-        for told in re.finditer(r"^ *\$ ((?:.*\\\n)*.*)$", part["block"], re.MULTILINE):
-            at = line + part["block"].count("\n", 0, told.start())
-            whole = re.sub(r"\s*\\\n\s*", " ", told[1]).strip()
-            found.append(Command(str(page.relative_to(ROOT)), at, mark, _without_comment(whole)))
+        first = text.count("\n", 0, part.start("block")) + 1
+        lines = enumerate(part["block"].splitlines(), first)
+        for number, line in lines:
+            if begin := re.match(r" *\$ (.*)", line):
+                whole = begin[1]
+                while _goes_on(whole):
+                    whole += f"\n{next(lines)[1]}"
+                whole = re.sub(r"\s*\\\n\s*", " ", whole).strip()
+                found.append(Command(str(page.relative_to(ROOT)), number, mark, _without_comment(whole)))
     return found
+
+
+def _goes_on(command: str) -> bool:
+    if command.endswith("\\"):
+        return True
+    try:
+        shlex.split(command, comments=True)
+    except ValueError:
+        return True
+    return False
 
 
 def _without_comment(command: str) -> str:
@@ -71,12 +89,10 @@ def shell(
     At the end all that it has started is gone.  Its output is that of :func:`outputs`.
     """
     lines = ["set -eu", *(part for i, c in enumerate(commands) for part in (f"echo '==> {i}'", c))]
-    inherited = {k: v for k, v in os.environ.items() if not k.startswith(("KVXFER_", "UCX_", "NIXL_"))}
-    path = f"{Path(sys.executable).parent}{os.pathsep}{inherited.get('PATH', '')}"
     with subprocess.Popen(
         ["bash", "-c", "\n".join(lines)],
         cwd=directory,
-        env={**inherited, "PATH": path, **(environment or {})},
+        env=_environment(environment),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -88,6 +104,36 @@ def shell(
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
+
+
+@contextlib.contextmanager
+def started(
+    command: str, directory: Path, log: Path, environment: Mapping[str, str] | None = None
+) -> Iterator[subprocess.Popen[bytes]]:
+    """A command that goes on until the end, and writes to a file."""
+    with (
+        log.open("wb") as out,
+        subprocess.Popen(
+            ["bash", "-c", command],
+            cwd=directory,
+            env=_environment(environment),
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=out,
+            start_new_session=True,
+        ) as process,
+    ):
+        try:
+            yield process
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+
+
+def _environment(more: Mapping[str, str] | None) -> dict[str, str]:
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith(("KVXFER_", "UCX_", "NIXL_"))}
+    path = f"{Path(sys.executable).parent}{os.pathsep}{inherited.get('PATH', '')}"
+    return {**inherited, "PATH": path, **(more or {})}
 
 
 def run(
