@@ -7,9 +7,11 @@ of what matters most, that every byte of a read is right, looks at four times as
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import structlog
 from hypothesis import HealthCheck, settings
 
 settings.register_profile("dev", max_examples=100, deadline=None)
@@ -58,3 +60,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.nixl)
             if path.startswith(ALONE):
                 item.add_marker(pytest.mark.alone)
+
+
+@pytest.fixture(autouse=True)
+def no_logging_of_another_test() -> Iterator[None]:
+    """How structlog is set up belongs to the process; a sidecar in this one may have changed it."""
+    yield
+    structlog.reset_defaults()

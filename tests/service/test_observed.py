@@ -329,7 +329,11 @@ async def test_only_some_reads_are_looked_at(reading: Reading, monkeypatch: pyte
 
     monkeypatch.setattr(transport, "received_over_tcp", look)
     await reading.d.handshake(reading.ticket())
-    for i in range(MAX_LOOKS + 3):
+    more = 0  # a refusal can be there before the read was posted, and then nothing is looked at
+    for i in range(20 * MAX_LOOKS):
+        more += looked == MAX_LOOKS
+        if more > 3:
+            break
         request = reading.request(f"t{i}")
         request.spec.ticket.lease_token = bytes(16)
         assert (await refusal(reading.stub.ReadBlocks(request))).reason is Reason.LEASE_TOKEN_MISMATCH
