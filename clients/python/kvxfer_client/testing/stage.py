@@ -187,9 +187,9 @@ class Stage:
         self.p.engine.step()
         self.d.engine.step()
 
-    def happens(self, condition: Callable[[], bool], seconds: float = PATIENCE) -> bool:
+    def happens(self, condition: Callable[[], bool], seconds: float | None = None) -> bool:
         """Let both engines run until a condition holds; whether it does in time."""
-        deadline = time.monotonic() + seconds
+        deadline = time.monotonic() + (PATIENCE if seconds is None else seconds)
         while not condition():
             if time.monotonic() > deadline:
                 return False
