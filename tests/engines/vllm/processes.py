@@ -7,6 +7,7 @@ import itertools
 import json
 import multiprocessing
 import os
+import random
 import signal
 import socket
 from collections.abc import Iterator, Sequence
@@ -45,10 +46,15 @@ class Answer:
 
 
 def free_port() -> int:
-    """A TCP port of this host that nobody uses at the moment."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A TCP port of this host that nobody uses at the moment.
+
+    It is bound only seconds later: none of those that the kernel hands out to whoever asks for any.
+    """
+    while True:
+        port = random.randrange(20_000, 32_000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 class Forks:
