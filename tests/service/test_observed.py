@@ -304,7 +304,7 @@ async def test_an_agent_that_is_destroyed_is_told_of_with_both_engines(cluster: 
     request = reading.request("t1", wait=False)
     await reading.stub.ReadBlocks(request)
     while (await d.get("t1")).state != pb.TRANSFER_STATE_POSTED:  # before that there is nothing to drain
-        await asyncio.sleep(0.001)
+        continue
     await d.cancel("t1", timeout=0.01)
     await soon(lambda: logged_as(logged, "agent destroyed"))
     (told_so,) = logged_as(logged, "agent destroyed")
