@@ -1,0 +1,164 @@
+"""What a bare NIXL READ of given descriptors costs between two processes: the yardstick for everything above it.
+
+Nothing of kvxfer is in the path: two agents, prepared lists, one request.  The settings of UCX are those of kvxfer,
+which are the better ones here, and so are rows and index arrays.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import time
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from benchmarks.caches import GROUP, Case, Memory
+from kvxfer.core.layout import Rank
+from kvxfer.core.pairing import Member, compile_plan
+from kvxfer.core.plan import RowTable
+from kvxfer.core.resolve import BlockList, Request, SourceRead, resolve
+from kvxfer.memory.handles import FileHandle
+from kvxfer_client.memory import SharedRegion
+
+
+class Sample(NamedTuple):
+    """Seconds of one READ.
+
+    :param make: making the request.
+    :param move: from the posting call until completion was seen.
+    """
+
+    make: float
+    move: float
+
+    @property
+    def whole(self) -> float:
+        """What a caller of NIXL waits."""
+        return self.make + self.move
+
+
+def _agent(name: str) -> Any:
+    from kvxfer.xfer.environment import apply_defaults
+
+    apply_defaults()
+    from nixl._api import nixl_agent, nixl_agent_config
+
+    return nixl_agent(name, nixl_agent_config(enable_prog_thread=False, capture_telemetry=True))
+
+
+def _target(pipe: Connection, path: str, size: int) -> None:
+    agent = _agent("raw-target")
+    region = SharedRegion.map(FileHandle(path, 0, size))
+    address = region.numpy(np.uint8, (size,)).ctypes.data
+    agent.register_memory([(address, size, 0, "")], "DRAM")
+    pipe.send((agent.get_agent_metadata(), address))
+    try:
+        # As a sidecar does: polling without pause while a read is under way, else every few milliseconds.
+        reading = False
+        while True:
+            if pipe.poll(0 if reading else 0.004):
+                reading = pipe.recv()
+            agent.get_new_notifs()
+            os.sched_yield()
+    except (EOFError, OSError):
+        os._exit(0)  # without destructors, which can crash where ibverbs-providers is installed
+
+
+class Raw:
+    """A reader in this process, and a target in one of its own, over the files of a :class:`Memory`."""
+
+    def __init__(self, memory: Memory) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        source = memory.files["P"]
+        self._process = context.Process(
+            target=_target, args=(theirs, str(memory.directory / "P"), source.size), daemon=True
+        )
+        self._process.start()
+        theirs.close()
+        metadata, self._there = self._pipe.recv()
+        self._memory = memory
+        self._agent = _agent("raw-reader")
+        self._here = memory.bytes["D"].ctypes.data
+        self._agent.register_memory([(self._here, memory.bytes["D"].size, 0, "")], "DRAM")
+        self._name = self._agent.add_remote_agent(metadata).decode()
+
+    def __enter__(self) -> Raw:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._pipe.close()
+        self._process.join(10)
+        if self._process.is_alive():
+            self._process.kill()
+            self._process.join()
+
+    def prepare(self, case: Case) -> RawRead:
+        """The lists of a case, and its descriptors in the order of kvxfer."""
+        member = Member(Rank(), case.layout)
+        plan = compile_plan(member, [member])
+        request = Request([BlockList(GROUP, case.ids("D"))], [BlockList(GROUP, case.ids("P"))], case.tokens)
+        offsets = self._memory.offsets(case)
+        here = self._list("NIXL_INIT_AGENT", plan.sources[0].local, [self._here + o for o in offsets])
+        there = self._list(self._name, plan.sources[0].remote, [self._there + o for o in offsets])
+        return RawRead(self._pipe, self._agent, here, there, resolve(plan, request).sources[0])
+
+    def _list(self, name: str, rows: RowTable, addresses: Sequence[int]) -> Any:
+        return self._agent.prep_xfer_dlist(name, rows.bind(addresses, [0] * len(addresses)), "DRAM")
+
+
+class RawRead:
+    """A READ that can be repeated."""
+
+    def __init__(self, pipe: Connection, agent: Any, here: Any, there: Any, read: SourceRead) -> None:
+        self._pipe, self._agent, self._here, self._there = pipe, agent, here, there
+        self._local, self._remote = read.local_indices, read.remote_indices
+
+    @property
+    def descriptors(self) -> int:
+        """Before NIXL merges any."""
+        return len(self._local)
+
+    def by_remote(self) -> RawRead:
+        """The same in the order of P's blocks."""
+        return self._ordered(np.argsort(self._remote, kind="stable"))
+
+    def by_local(self) -> RawRead:
+        """The same in the order of D's blocks."""
+        return self._ordered(np.argsort(self._local, kind="stable"))
+
+    def as_listed(self, seed: int = 0) -> RawRead:
+        """The same in no order, as a scheduler's free list gives it."""
+        return self._ordered(np.random.default_rng(seed).permutation(self.descriptors))
+
+    def _ordered(self, order: Any) -> RawRead:
+        read = SourceRead(Rank(), self._local[order], self._remote[order], {})
+        return RawRead(self._pipe, self._agent, self._here, self._there, read)
+
+    def once(self) -> Sample:
+        """Make it, and wait for its end."""
+        agent = self._agent
+        self._pipe.send(True)
+        began = time.perf_counter()
+        handle = agent.make_prepped_xfer("READ", self._here, self._local, self._there, self._remote, b"done")
+        made = time.perf_counter()
+        state = agent.transfer(handle)
+        while state == "PROC":
+            state = agent.check_xfer_state(handle)
+        done = time.perf_counter()
+        if state != "DONE":
+            raise RuntimeError(f"the raw read ended as {state}")
+        agent.release_xfer_handle(handle)
+        self._pipe.send(False)
+        return Sample(made - began, done - made)
+
+    def close(self) -> None:
+        """Give the lists back."""
+        for prepared in (self._here, self._there):
+            self._agent.release_dlist_handle(prepared)

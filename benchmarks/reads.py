@@ -1,0 +1,119 @@
+"""ReadBlocks against the raw NIXL READ of the same descriptors, over the same memory, in turn."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import statistics
+from collections.abc import Iterator
+
+from benchmarks.caches import Case, Memory, Order, largest, memory
+from benchmarks.raw import Raw, Sample
+from benchmarks.results import Effort, Line, Section, Spread, in_turn
+from benchmarks.sidecars import Pair, Sidecar, phases
+
+TITLE = "ReadBlocks against a raw NIXL READ"
+KIB, MIB, GIB = 2**10, 2**20, 2**30
+
+SIZES = (64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB, 256 * MIB, GIB)
+BLOCKS = (4 * KIB, 16 * KIB, 64 * KIB, 256 * KIB, MIB)
+ORDERS: tuple[Order, ...] = ("contiguous", "scattered", "scrambled")
+SIZE, BLOCK = 64 * MIB, 64 * KIB
+
+#: ReadBlocks takes at most so many times as long as the raw read, from 64 MiB on.
+MOST = 1.05
+#: At 1 MiB it takes at most so many empty calls longer.
+CALLS = 2.5
+
+
+def cases() -> Iterator[Case]:
+    """All sizes in blocks of 64 KiB, and 64 MiB in all blocks."""
+    yield from (Case.of(size, BLOCK) for size in SIZES)
+    for block in BLOCKS:
+        yield from (Case.of(SIZE, block, o) for o in ORDERS if (block, o) != (BLOCK, "scrambled"))
+
+
+def run(effort: Effort) -> Section:
+    """Measure on the transport that UCX is set to."""
+    section = Section()
+    chosen = list(cases())
+    if effort.share < 1:
+        chosen = [c for c in chosen if c.bytes <= 64 * MIB]
+    with contextlib.ExitStack() as stack:
+        place = stack.enter_context(memory(largest(chosen)))
+        p, d = (stack.enter_context(Sidecar(place.directory, side)) for side in "pd")
+        raw = stack.enter_context(Raw(place))
+        for case in chosen:
+            _measure(section, case, place, p, d, raw, effort)
+    return section
+
+
+def _measure(section: Section, case: Case, place: Memory, p: Sidecar, d: Sidecar, raw: Raw, effort: Effort) -> None:
+    transport = "TCP" if os.environ.get("UCX_TLS") == "tcp" else "CMA"
+    pair, bare = Pair(p, d, case, place), raw.prepare(case)
+    others = {"by_remote": bare.by_remote(), "by_local": bare.by_local()} if case.order == "scrambled" else {}
+    first, _ = pair.read()
+    place.check(case)
+    rounds = effort.rounds(min(40, max(8, 2 * GIB // case.bytes)))
+    ours: list[tuple[float, dict[str, float]]] = []
+
+    def read() -> Sample:
+        seconds, transfer = pair.read()
+        ours.append((seconds, phases(transfer)))
+        return Sample(0.0, seconds)
+
+    seen = in_turn(
+        {"kvxfer": read, "raw": bare.once, "empty": lambda: Sample(0.0, d.empty())}
+        | {name: other.once for name, other in others.items()},
+        rounds,
+    )
+    ours = ours[-rounds:]
+    place.check(case)
+    pair.close()
+    bare.close()
+    whole = {name: [s.whole for s in samples] for name, samples in seen.items()}
+    ratio = Spread.ratio(whole["kvxfer"], whole["raw"])
+    extra = Spread.of([a - b for a, b in zip(whole["kvxfer"], whole["raw"], strict=True)])
+    empty = statistics.median(whole["empty"])
+    section.add(
+        "reads",
+        transport=transport,
+        bytes=case.bytes,
+        block=case.block,
+        order=case.order,
+        descriptors=bare.descriptors,
+        rounds=rounds,
+        kvxfer_ms=_ms(whole["kvxfer"]),
+        raw_ms=_ms(whole["raw"]),
+        raw_make_ms=_ms([s.make for s in seen["raw"]]),
+        first_ms=round(first * 1e3, 3),
+        empty_ms=round(empty * 1e3, 3),
+        ratio=ratio.rounded(),
+        ratio_to_move=Spread.ratio(whole["kvxfer"], [s.move for s in seen["raw"]]).rounded(),
+        extra_calls=round(extra.median / empty, 2),
+        phases_ms={name: _ms([p[name] for _, p in ours]) for name in ours[0][1]},
+        **{f"raw_{name}_ms": _ms(whole[name]) for name in others},
+    )
+    what = f"{transport}, {size_of(case.bytes)} in blocks of {size_of(case.block)}, {case.order}"
+    if case.bytes >= SIZE:
+        section.lines.append(Line.median("1", f"ReadBlocks / raw, {what}", ratio, MOST))
+    if case.bytes == MIB:
+        calls = Spread.of([x / empty for x in (extra.low, extra.median, extra.high)])
+        section.lines.append(Line.median("1", f"ReadBlocks - raw, {what}", calls, CALLS, unit="empty calls"))
+    if others and case.bytes >= SIZE:
+        best = min(others, key=lambda name: statistics.median(whole[name]))
+        against = Spread.ratio(whole["kvxfer"], whole[best])
+        name = f"ReadBlocks / raw sorted the best way ({best.replace('_', ' ')}), {what}"
+        section.lines.append(Line.median("3", name, against, MOST))
+
+
+def _ms(seconds: list[float]) -> float:
+    return round(statistics.median(seconds) * 1e3, 3)
+
+
+def size_of(count: int) -> str:
+    """Bytes as people write them."""
+    for unit, one in (("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
+        if count >= one and count % one == 0:
+            return f"{count // one} {unit}"
+    return f"{count} B"

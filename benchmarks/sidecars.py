@@ -1,0 +1,157 @@
+"""Sidecars in processes of their own, and the calls that engines make."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from benchmarks.caches import Case, Memory
+from kvxfer.core.layout import Rank
+from kvxfer.core.resolve import BlockList
+from kvxfer.pb import transfer_pb2 as pb
+from kvxfer.pb import transfer_pb2_grpc
+from kvxfer.wire.blocks import block_lists_to_pb
+from kvxfer.wire.requests import PublishBlocks, RegisterCache, publish_to_pb, register_to_pb
+from kvxfer.wire.tickets import Ticket, TicketRank, ticket_to_pb
+
+_KEY = "kvxfer-bench"
+_TTL = 600.0
+
+
+class Sidecar:
+    """One process; ends with the ``with`` block.
+
+    :param more: further arguments of ``kvxfer serve``.
+    """
+
+    def __init__(
+        self, directory: Path, name: str, more: Sequence[str] = (), main: Sequence[str] = ("-m", "kvxfer")
+    ) -> None:
+        self.name = name
+        self.socket = directory / f"{name}.sock"
+        command = [sys.executable, *main, "serve", "--engine-socket", str(self.socket)]
+        command += ["--memory-directory", str(directory), "--log-level", "warning", "--peer-host", "127.0.0.1"]
+        self._process = subprocess.Popen([*command, "--peer-port", "0", *more])
+        self._channel = grpc.insecure_channel(f"unix:{self.socket}")
+        self.stub = transfer_pb2_grpc.KvTransferStub(self._channel)
+        self._health = health_pb2_grpc.HealthStub(self._channel)
+
+    def __enter__(self) -> Sidecar:
+        try:
+            grpc.channel_ready_future(self._channel).result(60)
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End it."""
+        self._channel.close()
+        self._process.terminate()
+        try:
+            self._process.wait(20)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    @property
+    def pid(self) -> int:
+        """Its process."""
+        return self._process.pid
+
+    def empty(self) -> float:
+        """Seconds of the cheapest call on its engine socket."""
+        began = time.perf_counter()
+        self._health.Check(health_pb2.HealthCheckRequest(), timeout=10)
+        return time.perf_counter() - began
+
+    def cpu_seconds(self) -> float:
+        """Processor time that it has taken so far."""
+        fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+    def memory(self) -> int:
+        """Bytes that only it has resident: not the shared caches."""
+        lines = dict(line.split(":", 1) for line in Path(f"/proc/{self.pid}/status").read_text().splitlines())
+        return int(lines["RssAnon"].split()[0]) * 1024
+
+
+class Pair:
+    """One case registered with both sidecars, and the read that goes with it."""
+
+    def __init__(self, p: Sidecar, d: Sidecar, case: Case, memory: Memory, name: str = "") -> None:
+        self.case, self.p, self.d = case, p, d
+        self.engines = {side: f"{side}{name}" for side in "PD"}
+        self.registered = {side: self._register(sidecar, side, memory) for side, sidecar in (("P", p), ("D", d))}
+        self._local = block_lists_to_pb(case.lists("D"))
+        began = time.perf_counter()
+        d.stub.Handshake(pb.HandshakeRequest(engine_id=self.engines["D"], ticket=self.ticket()), timeout=60)
+        self.handshake_seconds = time.perf_counter() - began
+
+    def _register(self, sidecar: Sidecar, side: str, memory: Memory) -> pb.RegisterCacheResponse:
+        handles = memory.handles(self.case, side)
+        record = RegisterCache(self.engines[side], Rank(), _KEY, self.case.layout, handles)
+        answer: pb.RegisterCacheResponse = sidecar.stub.RegisterCache(register_to_pb(record), timeout=60)
+        return answer
+
+    def close(self) -> None:
+        """Unregister both."""
+        for side, sidecar in (("D", self.d), ("P", self.p)):
+            sidecar.stub.UnregisterCache(pb.UnregisterCacheRequest(engine_id=self.engines[side]), timeout=60)
+
+    def ticket(self, blocks: Sequence[BlockList] | None = None, tokens: int | None = None) -> pb.Ticket:
+        """Of a new request, which is published first."""
+        lists = tuple(self.case.lists("P") if blocks is None else blocks)
+        count = self.case.tokens if tokens is None else tokens
+        request_id, token = f"bench-{secrets.token_hex(8)}", secrets.token_bytes(16)
+        record = PublishBlocks(self.engines["P"], "", request_id, lists, count, token, _TTL, None)
+        self.p.stub.PublishBlocks(publish_to_pb(record), timeout=60)
+        done = self.registered["P"]
+        ranks = (TicketRank(Rank(), done.incarnation, done.peer_address),)
+        return ticket_to_pb(Ticket(self.engines["P"], _KEY, 1, 1, ranks, request_id, lists, count, token, _TTL))
+
+    def request(
+        self, ticket: pb.Ticket | None = None, local: Sequence[pb.BlockList] | None = None
+    ) -> pb.ReadBlocksRequest:
+        """What D's engine sends."""
+        spec = pb.TransferSpec(
+            engine_id=self.engines["D"],
+            ticket=self.ticket() if ticket is None else ticket,
+            local_blocks=self._local if local is None else local,
+        )
+        return pb.ReadBlocksRequest(spec=spec)
+
+    def read(self) -> tuple[float, pb.Transfer]:
+        """Seconds of one ReadBlocks of a request that was published before, and what it says of itself."""
+        request = self.request()
+        began = time.perf_counter()
+        answer = self.d.stub.ReadBlocks(request, timeout=120)
+        seconds = time.perf_counter() - began
+        if answer.transfer.state != pb.TRANSFER_STATE_DONE:
+            raise RuntimeError(f"a read ended as {answer.transfer}")
+        return seconds, answer.transfer
+
+
+def phases(transfer: pb.Transfer) -> dict[str, float]:
+    """The sidecar's own timings, seconds by name."""
+    names = transfer.timings.DESCRIPTOR.fields_by_name
+    return {name: _seconds(getattr(transfer.timings, name)) for name in names}
+
+
+def _seconds(duration: Any) -> float:
+    return float(duration.seconds + duration.nanos / 1e9)
