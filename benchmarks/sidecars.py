@@ -95,7 +95,7 @@ class Pair:
     """One case registered with both sidecars, and the read that goes with it."""
 
     def __init__(self, p: Sidecar, d: Sidecar, case: Case, memory: Memory, name: str = "") -> None:
-        self.case, self.p, self.d = case, p, d
+        self.case, self.memory, self.p, self.d = case, memory, p, d
         self.engines = {side: f"{side}{name}" for side in "PD"}
         self.registered = {side: self._register(sidecar, side, memory) for side, sidecar in (("P", p), ("D", d))}
         self._local = block_lists_to_pb(case.lists("D"))
