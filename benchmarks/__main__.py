@@ -3,8 +3,8 @@
     python -m benchmarks
     python -m benchmarks --only reads --share 0.2
 
-Every section runs in a process of its own.  ``results.json`` and the plots go to ``--out``; with ``--docs`` the page and
-its pictures in ``docs/`` are made from them.
+Every section runs in a process of its own.  ``results.json`` and the plots go to ``--out``; with ``--docs`` the page in
+``docs/`` and its pictures are made from them.
 """
 
 from __future__ import annotations

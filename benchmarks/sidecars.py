@@ -44,7 +44,7 @@ class Sidecar:
         self._process = subprocess.Popen([*command, "--peer-port", "0", *more])
         self._channel = grpc.insecure_channel(f"unix:{self.socket}")
         self.stub = transfer_pb2_grpc.KvTransferStub(self._channel)
-        self._health = health_pb2_grpc.HealthStub(self._channel)
+        self._health: Any = health_pb2_grpc.HealthStub(self._channel)
 
     def __enter__(self) -> Sidecar:
         try:
