@@ -40,7 +40,7 @@ class Sidecar:
         self.name = name
         self.socket = directory / f"{name}.sock"
         command = [sys.executable, *main, "serve", "--engine-socket", str(self.socket)]
-        command += ["--memory-directory", str(directory), "--log-level", "warning", "--peer-host", "127.0.0.1"]
+        command += ["--memory-directory", str(directory), "--log-level", "error", "--peer-host", "127.0.0.1"]
         self._process = subprocess.Popen([*command, "--peer-port", "0", *more])
         self._channel = grpc.insecure_channel(f"unix:{self.socket}")
         self.stub = transfer_pb2_grpc.KvTransferStub(self._channel)
