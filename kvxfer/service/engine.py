@@ -32,7 +32,7 @@ from kvxfer.service.describe import (
 from kvxfer.service.lifetimes import unregistered
 from kvxfer.service.limits import limits
 from kvxfer.service.links import PROTOCOL_VERSIONS
-from kvxfer.service.reading import looked_at
+from kvxfer.service.opening import looked_at
 from kvxfer.service.registrations import Registration, Registrations, stale
 from kvxfer.service.settings import ServiceSettings
 from kvxfer.service.transfer import Transfer
@@ -134,19 +134,20 @@ class EngineService(transfer_pb2_grpc.KvTransferServicer):
 
     async def PrepareTransfer(self, request: pb.PrepareTransferRequest, context: Context) -> pb.PrepareTransferResponse:
         """The dry run."""
-        registration, transfer = await self._prepare(prepare_from_pb(request), make=True)
+        registration, transfer = await self._prepare(prepare_from_pb(request))
         return pb.PrepareTransferResponse(transfer=transfer_to_pb(registration, transfer))
 
     async def ReadBlocks(self, request: pb.ReadBlocksRequest, context: Context) -> pb.ReadBlocksResponse:
         """The read."""
         record = read_from_pb(request)
+        timeout = record.timeout or self._settings.read_timeout
         if isinstance(record.source, TransferSpec):
-            registration, transfer = await self._prepare(record.source, make=False)
+            registration, transfer = await self._prepare(record.source, timeout)
         else:
             registration = self._registrations.get(record.engine_id)
             transfer = registration.transfers.get(record.source)
         try:
-            registration.transfers.post(transfer, record.timeout or self._settings.read_timeout)
+            registration.transfers.post(transfer, timeout)
         except KvxferError as error:
             # What this call has prepared nobody else knows of; what was prepared before stays as it was.
             if isinstance(record.source, TransferSpec) and not record.source.transfer_id:
@@ -160,12 +161,17 @@ class EngineService(transfer_pb2_grpc.KvTransferServicer):
                 raise _told(transfer.error, transfer)
         return pb.ReadBlocksResponse(transfer=transfer_to_pb(registration, transfer))
 
-    async def _prepare(self, spec: TransferSpec, *, make: bool) -> tuple[Registration, Transfer]:
+    async def _prepare(self, spec: TransferSpec, read: float | None = None) -> tuple[Registration, Transfer]:
+        """Prepare a transfer.
+
+        :param read: it is read at once, within so many seconds.
+        """
         named = spec if spec.transfer_id else replace(spec, transfer_id=new_transfer_id())
+        announce = None if spec.transfer_id else read
         try:
-            registration = self._registrations.get(spec.engine_id)
+            transfers = (registration := self._registrations.get(spec.engine_id)).transfers
             # The transfer is the sidecar's: a caller that goes away while it is made changes nothing.
-            preparing = asyncio.ensure_future(registration.transfers.prepare(named, make=make))
+            preparing = asyncio.ensure_future(transfers.prepare(named, make=read is None, announce=announce))
             preparing.add_done_callback(looked_at)
             return registration, await asyncio.shield(preparing)
         except KvxferError as error:

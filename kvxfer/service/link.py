@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Protocol
 
@@ -46,8 +46,8 @@ class PeerClient(Protocol):
     async def goodbye(self, query: ExchangeQuery, timeout: float) -> None:
         """The reader leaves."""
 
-    async def open_read(self, record: OpenRead, timeout: float) -> Granted:
-        """A read is under way; what is granted."""
+    def open_read(self, record: OpenRead, timeout: float) -> Awaitable[Granted]:
+        """A read is under way; what is granted.  The call is on its way when this returns."""
 
     async def renew_read(self, ref: ReadRef, wanted: float, timeout: float) -> float:
         """A read goes on; seconds granted from before the call."""

@@ -10,6 +10,7 @@ import grpc
 import grpc.aio
 
 from kvxfer.core.errors import KvxferError, Reason
+from kvxfer.pb import peer_pb2 as pb
 from kvxfer.pb import peer_pb2_grpc
 from kvxfer.wire import fields
 from kvxfer.wire.peer import (
@@ -148,14 +149,16 @@ class GrpcPeerClient:
         """See :meth:`kvxfer.service.link.PeerClient.goodbye`."""
         await self._ask(self._stub.Exchange(exchange_to_pb(query), timeout=timeout), "goodbye was not heard")
 
-    async def open_read(self, record: OpenRead, timeout: float) -> Granted:
+    def open_read(self, record: OpenRead, timeout: float) -> Awaitable[Granted]:
         """See :meth:`kvxfer.service.link.PeerClient.open_read`."""
-        ref = record.ref
-        answer = await self._ask(
-            self._stub.OpenRead(open_to_pb(record), timeout=timeout),
-            f"rank {ref.rank} of engine {ref.engine_id} did not confirm the read",
-        )
-        return granted_from_pb(answer)
+        # No coroutine: the call is to go out before anything that its caller does next.
+        return self._granted(record.ref, self._stub.OpenRead(open_to_pb(record), timeout=timeout))
+
+    async def _granted(self, ref: ReadRef, call: Awaitable[pb.OpenReadResponse]) -> Granted:
+        what = f"rank {ref.rank} of engine {ref.engine_id} did not confirm the read"
+        asking = self._ask(call, what)
+        del call  # as _ask does
+        return granted_from_pb(await asking)
 
     async def renew_read(self, ref: ReadRef, wanted: float, timeout: float) -> float:
         """See :meth:`kvxfer.service.link.PeerClient.renew_read`."""

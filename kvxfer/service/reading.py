@@ -1,7 +1,7 @@
 """One source's share of a read: post it, have it granted, keep it granted, and see whether what arrived counts.
 
-A READ cannot be refused by the side that it reads from.  So it is posted and announced (OpenRead) at the same moment,
-and its bytes count only if that side answers that it holds exactly these blocks for this request, *and* the READ began
+A READ cannot be refused by the side that it reads from.  So it is announced (OpenRead) and posted at the same time, and
+its bytes count only if that side answers that it holds exactly these blocks for this request, *and* the READ began
 after they were published, *and* it ended inside the time that was granted.  No clock of one machine is compared with
 that of another; what is compared is how long things took:
 
@@ -13,79 +13,38 @@ that of another; what is compared is how long things took:
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 from kvxfer.core.errors import KvxferError, Reason
-from kvxfer.service.link import LinkSource, PeerClient
+from kvxfer.service.link import PeerClient
+from kvxfer.service.opening import SURE, Grant, Opening, clock, looked_at
 from kvxfer.service.transfer import Live
-from kvxfer.wire.peer import OpenRead, ReadRef
+from kvxfer.wire.peer import ReadRef
 from kvxfer.xfer.api import ReadResult, TransferEngine
-
-
-def clock() -> float:
-    """Seconds on a clock that also runs while this machine is suspended: the other one's may not have been."""
-    return time.clock_gettime(time.CLOCK_BOOTTIME)
-
-
-#: How much of a second of the other side's is counted on: clocks of two machines do not run alike.
-SURE: Final = 0.999
-
-
-@dataclass
-class _Grant:
-    """The blocks stay as they are until ``until`` on :func:`clock`; it was given for ``seconds``.
-
-    :param unheard: why the source was not heard when it was last asked for more.
-    """
-
-    seconds: float
-    until: float
-    unheard: KvxferError | None = None
-
-    def check(self, ended: float) -> None:
-        """Whether what was read by ``ended`` counts.
-
-        :raises KvxferError: LEASE_EXPIRED; PEER_UNREACHABLE where the source could not be asked for more time.
-        """
-        if ended > self.until and self.unheard is not None:
-            raise self.unheard
-        if ended > self.until:
-            late = ended - self.until
-            raise KvxferError(
-                Reason.LEASE_EXPIRED,
-                f"the read ended {late:.3f} s after the time that the source had granted",
-                granted_s=self.seconds,
-                late_s=round(late, 6),
-            )
 
 
 async def read_source(
     engine: TransferEngine,
     live: Live,
-    record: OpenRead,
+    ref: ReadRef,
+    opening: Opening,
     first: asyncio.Future[ReadResult] | None,
     posted: float,
     timeout: float,
-    opened: Callable[[], None],
 ) -> ReadResult:
-    """From announcing a read until its bytes count.
+    """From posting a read, and announcing it, until its bytes count.
 
+    :param opening: from :func:`kvxfer.service.opening.announce`.
     :param first: the read, where it was posted already.
     :param posted: when, on :func:`clock`; at the latest, so from before.
     :param timeout: seconds; the caller gives up by then.
-    :param opened: called once the source has granted it.
     :raises KvxferError: what the source or the transfer engine answered; LEASE_EXPIRED where the read took longer than
         was granted (PEER_UNREACHABLE, where the source could not be asked for more); TRANSFER_FAILED where it cannot
         be told to be newer than the publication.
     """
-    opening = asyncio.ensure_future(_open(live.source, record, timeout))
     moving = first
     try:
         grant, published, settled = await _unless_failed(opening, first)
-        opened()
         if moving is None:
             moving = engine.submit(live.read)
         elif published < clock() - posted:
@@ -97,25 +56,15 @@ async def read_source(
                 )
             # It may have read what was there before the request was published; what was there did no harm, it is
             # overwritten now.  Under the same grant: the source takes only CloseRead for its end.
-            await _finish(moving, grant, live.source.client, record.ref, timeout)
+            await _finish(moving, grant, live.source.client, ref, timeout)
             live.read = await live.again()
             moving = engine.submit(live.read)
-        return await _finish(moving, grant, live.source.client, record.ref, timeout)
+        return await _finish(moving, grant, live.source.client, ref, timeout)
     finally:
         leave(opening, moving)
 
 
-async def _open(source: LinkSource, record: OpenRead, timeout: float) -> tuple[_Grant, float, bool]:
-    asked, attention = clock(), time.monotonic()
-    answer = await source.client.open_read(record, timeout)
-    source.rank.heard(attention)
-    seconds = answer.seconds * SURE
-    return _Grant(seconds, asked + seconds), answer.published * SURE, answer.settled
-
-
-async def _unless_failed(
-    opening: asyncio.Future[tuple[_Grant, float, bool]], read: asyncio.Future[ReadResult] | None
-) -> tuple[_Grant, float, bool]:
+async def _unless_failed(opening: Opening, read: asyncio.Future[ReadResult] | None) -> tuple[Grant, float, bool]:
     """The answer; a read that fails before it comes settles the matter."""
     if read is not None:
         both: list[asyncio.Future[Any]] = [opening, read]
@@ -126,7 +75,7 @@ async def _unless_failed(
 
 
 async def _finish(
-    moving: asyncio.Future[ReadResult], grant: _Grant, client: PeerClient, ref: ReadRef, timeout: float
+    moving: asyncio.Future[ReadResult], grant: Grant, client: PeerClient, ref: ReadRef, timeout: float
 ) -> ReadResult:
     """Wait for a granted read, renewing as it goes on."""
     ended = 0.0
@@ -147,7 +96,7 @@ async def _finish(
 
 
 async def _renew(
-    moving: asyncio.Future[ReadResult], grant: _Grant, client: PeerClient, ref: ReadRef, timeout: float
+    moving: asyncio.Future[ReadResult], grant: Grant, client: PeerClient, ref: ReadRef, timeout: float
 ) -> None:
     """Ask for more time, while the read goes on; one that ends meanwhile needs none."""
     asked = clock()
@@ -171,9 +120,3 @@ def leave(*waiting: asyncio.Future[Any] | None) -> None:
         if future is not None:
             future.cancel()
             future.add_done_callback(looked_at)
-
-
-def looked_at(ended: asyncio.Future[Any]) -> None:
-    """A done callback: asyncio complains about failures that nobody has looked at."""
-    if not ended.cancelled():
-        ended.exception()

@@ -14,6 +14,7 @@ from kvxfer.core.layout import Rank
 from kvxfer.core.resolve import BlockList
 from kvxfer.core.transfers import State
 from kvxfer.service.link import Link, LinkSource
+from kvxfer.service.opening import Opening
 from kvxfer.service.transport import Look
 from kvxfer.wire.blocks import block_digest
 from kvxfer.wire.requests import TransferSpec
@@ -67,24 +68,24 @@ class Part:
 
 
 class Transfer:
-    """One logical read.
+    """One logical read; what it consists of is known from :meth:`consist` on."""
 
-    :param claims: numbers of the local blocks that it writes.
-    """
-
-    def __init__(self, spec: TransferSpec, link: Link, parts: list[Part], claims: list[int], number: int) -> None:
+    def __init__(self, spec: TransferSpec, link: Link, number: int) -> None:
         self.id: Final = spec.transfer_id
         self.digest: Final = spec.digest
         self.request_id: Final = spec.ticket.request_id
         self.remote_engine_id: Final = spec.ticket.engine_id
         self.skip_tokens: Final = spec.skip_tokens
         self.num_tokens: Final = spec.num_tokens
-        self.bytes: Final = sum(p.bytes for p in parts)
-        self.descriptors: Final = sum(p.descriptors for p in parts)
         self.number: Final = number
-        self.parts: Final = parts
-        self.claims = claims
+        self.parts: Sequence[Part] = ()
+        #: Numbers of the local blocks that it writes.
+        self.claims: Sequence[int] = ()
+        self.bytes = 0
+        self.descriptors = 0
         self.link: Link | None = link
+        #: What sources were told of it, by the identity of their ranks.
+        self.openings: dict[int, Opening] = {}
         #: Of the ticket; a secret.  Needed until every source has been told of the end.
         self.lease_token = spec.ticket.lease_token
         self.promised_tokens: Final = spec.ticket.num_tokens
@@ -103,6 +104,12 @@ class Transfer:
         self.settled: Final = asyncio.Event()
         self.finished: Final = asyncio.Event()
         self.stop: Final[asyncio.Future[KvxferError]] = asyncio.get_running_loop().create_future()
+
+    def consist(self, parts: Sequence[Part], claims: Sequence[int]) -> None:
+        """Say what is read from whom, into which blocks."""
+        self.parts, self.claims = parts, claims
+        self.bytes = sum(p.bytes for p in parts)
+        self.descriptors = sum(p.descriptors for p in parts)
 
     @property
     def live(self) -> list[Live]:
@@ -123,7 +130,8 @@ class Transfer:
     def forget_details(self) -> None:
         """Keep only what can still be asked for: thousands of ended transfers are remembered."""
         self.link = None
-        self.claims = []
+        self.claims = ()
+        self.openings = {}
         self.promised = ()
         self.disarm = lambda: None
         for part in self.parts:

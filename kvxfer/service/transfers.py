@@ -25,7 +25,8 @@ from kvxfer.core.resolve import Request, SourceRead, resolve
 from kvxfer.core.transfers import Event, State
 from kvxfer.service.link import Link, LinkSource, RemoteRank
 from kvxfer.service.metrics import LINK_BREAKERS
-from kvxfer.service.reading import clock, leave, read_source
+from kvxfer.service.opening import Opening, announce, clock, looked_at
+from kvxfer.service.reading import leave, read_source
 from kvxfer.service.room import Room
 from kvxfer.service.settings import ServiceSettings
 from kvxfer.service.transfer import Live, Part, Totals, Transfer
@@ -116,10 +117,12 @@ class Transfers:
 
     # -- preparing -------------------------------------------------------------------------------------------------
 
-    async def prepare(self, spec: TransferSpec, *, make: bool = True) -> Transfer:
+    async def prepare(self, spec: TransferSpec, *, make: bool = True, announce: float | None = None) -> Transfer:
         """Validate, resolve and make the request; nothing moves.
 
         :param make: ``False`` leaves making the NIXL request to :meth:`post`, which will follow at once.
+        :param announce: tell the sources already that it is read, within so many seconds: they answer while the rest is
+            worked out.  Only for what ends if it cannot be posted: no source should wait for what may be posted later.
         :param spec: with a transfer ID; the same ID with the same content is the same transfer.
 
         :raises KvxferError: TRANSFER_ID_REUSED, INCOMPATIBLE_PEER, LIMIT_EXCEEDED, and what the handshake and
@@ -136,7 +139,7 @@ class Transfers:
         future: asyncio.Future[Transfer] = asyncio.get_running_loop().create_future()
         self._preparing[spec.transfer_id] = (spec.digest, future)
         try:
-            transfer = await self._prepare(spec, make)
+            transfer = await self._prepare(spec, make, announce)
         except BaseException as error:
             future.set_exception(
                 error
@@ -150,7 +153,7 @@ class Transfers:
         future.set_result(transfer)
         return transfer
 
-    async def _prepare(self, spec: TransferSpec, make: bool) -> Transfer:
+    async def _prepare(self, spec: TransferSpec, make: bool, announce: float | None) -> Transfer:
         if self._closing:
             raise KvxferError(Reason.SHUTTING_DOWN, "the cache is being unregistered")
         mine = self._registration.identity.compatibility_key
@@ -166,34 +169,48 @@ class Transfers:
         peer = spec.ticket.engine_id
         self.room.take(peer, 1)
         try:
-            return await self._prepare_within(spec, make)
+            return await self._prepare_within(spec, make, announce)
         except BaseException:
             self.room.give(peer, 1)
             raise
 
-    async def _prepare_within(self, spec: TransferSpec, make: bool) -> Transfer:
+    async def _prepare_within(self, spec: TransferSpec, make: bool, announce: float | None) -> Transfer:
         try:
-            transfer, link = await self._prepare_once(spec, make)
+            transfer, link = await self._prepare_once(spec, make, announce)
         except KvxferError as error:
             # The link was lost while it was being used: the next one may be as good.
             if error.reason not in (Reason.NO_HANDSHAKE, Reason.SHUTTING_DOWN) or self._closing:
                 raise
-            transfer, link = await self._prepare_once(spec, make)
+            transfer, link = await self._prepare_once(spec, make, announce)
         self._known[spec.transfer_id] = transfer
         self._arm(transfer, link)
         self.watchers.tell(transfer)
         return transfer
 
-    async def _prepare_once(self, spec: TransferSpec, make: bool) -> tuple[Transfer, Link]:
+    async def _prepare_once(self, spec: TransferSpec, make: bool, announce: float | None) -> tuple[Transfer, Link]:
         link = await self._registration.links.get(spec.target, None, self._settings.handshake_timeout)
         link.hold()
         try:
-            return await self._make(spec, link, make), link
+            return await self._make(spec, link, make, announce), link
         except BaseException:
             link.let_go()
             raise
 
-    async def _make(self, spec: TransferSpec, link: Link, now: bool) -> Transfer:
+    async def _make(self, spec: TransferSpec, link: Link, now: bool, announce: float | None) -> Transfer:
+        transfer = Transfer(spec, link, next(self._numbers))
+        if announce is not None:
+            for source in link.sources:
+                self._announce(transfer, source, announce)
+        try:
+            await self._resolve(transfer, spec, link, now)
+        except BaseException:
+            if transfer.openings:
+                link.hold()
+                self._start(self._take_back(transfer, link))
+            raise
+        return transfer
+
+    async def _resolve(self, transfer: Transfer, spec: TransferSpec, link: Link, now: bool) -> None:
         request = Request(spec.local_blocks, spec.ticket.blocks, spec.num_tokens, spec.skip_tokens)
         began = time.perf_counter()
         ids = sum(np.size(b.ids) for b in spec.local_blocks)
@@ -201,13 +218,12 @@ class Transfers:
         small = ids * link.plan.most_per_block <= RESOLVE_INLINE
         read = resolve(*args) if small else await asyncio.to_thread(resolve, *args)
         resolved = time.perf_counter()
-        number = next(self._numbers)
         made: list[Part] = []
         try:
             for source, part in zip(link.sources, read.sources, strict=True):
                 live = None
                 if part.descriptors:
-                    make = self._maker(link, source, part, self._notice(spec, number, source.rank))
+                    make = self._maker(link, source, part, self._notice(transfer, source.rank))
                     live = Live(source, await make(now=now), make)
                 made.append(Part(part.rank, source.facts.incarnation, part.descriptors, part.bytes_by_group, live))
         except BaseException:
@@ -215,10 +231,9 @@ class Transfers:
                 if state.live is not None:
                     await link.engine.release(state.live.read)
             raise
-        transfer = Transfer(spec, link, made, read.claims.tolist(), number)
+        transfer.consist(made, read.claims.tolist())
         transfer.timings.resolve = resolved - began
         transfer.timings.make = time.perf_counter() - resolved if now else None
-        return transfer
 
     @staticmethod
     def _maker(link: Link, source: LinkSource, part: SourceRead, notice: bytes) -> Callable[..., Awaitable[XferRead]]:
@@ -284,38 +299,31 @@ class Transfers:
         transfer.look = self._registration.probe.posted(transfer.bytes, wanted=link.to_be_seen)
         if transfer.look is not None:
             link.looks()
-        # Handed over before anything else is done: the copying goes on beside all that follows.
+        # The sources are asked first: a read counts only with their answer, and may not move before they poll.
+        for live in transfer.live:
+            if id(live.source.rank) not in transfer.openings:
+                self._announce(transfer, live.source, timeout)
+        self._start(self._run(transfer, link, timeout))
+
+    def _announce(self, transfer: Transfer, source: LinkSource, timeout: float) -> None:
+        """Tell a source of the read that is about to be posted."""
+        rank, began = source.rank, time.perf_counter()
+        digests = tuple((b.group, transfer.digest_of(b)) for b in transfer.promised if b.group in rank.groups)
+        record = OpenRead(self._ref(transfer, rank), transfer.promised_tokens, digests, timeout)
+        opening = transfer.openings[id(rank)] = announce(source, record, timeout)
+
+        def opened(ended: Opening) -> None:
+            looked_at(ended)
+            transfer.timings.open = max(transfer.timings.open or 0.0, time.perf_counter() - began)
+
+        opening.add_done_callback(opened)
+
+    async def _run(self, transfer: Transfer, link: Link, timeout: float) -> None:
+        """From posting to the outcome."""
         posted = clock()
-        reads = [
-            self._submit(link, p.live.read) if p.live is not None and p.live.source.rank.attentive else None
-            for p in transfer.parts
-        ]
-        self._start(self._run(transfer, link, reads, posted, timeout))
-
-    @staticmethod
-    def _submit(link: Link, read: XferRead) -> asyncio.Future[ReadResult]:
-        try:
-            return link.engine.submit(read)
-        except KvxferError as error:
-            refused: asyncio.Future[ReadResult] = asyncio.get_running_loop().create_future()
-            refused.set_exception(error)
-            return refused
-
-    async def _run(
-        self,
-        transfer: Transfer,
-        link: Link,
-        reads: Sequence[asyncio.Future[ReadResult] | None],
-        posted: float,
-        timeout: float,
-    ) -> None:
-        """From posting to the outcome.
-
-        :param reads: for each part its read, where it is posted already.
-        """
         work = [
-            asyncio.ensure_future(self._read_part(transfer, link, part, part.live, first, posted, timeout))
-            for part, first in zip(transfer.parts, reads, strict=True)
+            asyncio.ensure_future(self._read(transfer, link, part, part.live, posted, timeout))
+            for part in transfer.parts
             if part.live is not None
         ]
         try:
@@ -330,24 +338,24 @@ class Transfers:
         self._decide(transfer, event, fault)
         await self._let_go(transfer, link, posted=True)
 
-    async def _read_part(
-        self,
-        transfer: Transfer,
-        link: Link,
-        part: Part,
-        live: Live,
-        first: asyncio.Future[ReadResult] | None,
-        posted: float,
-        timeout: float,
-    ) -> None:
-        rank, began = live.source.rank, time.perf_counter()
-        digests = tuple((b.group, transfer.digest_of(b)) for b in transfer.promised if b.group in rank.groups)
-        record = OpenRead(self._ref(transfer, rank), transfer.promised_tokens, digests, timeout)
+    def _read(
+        self, transfer: Transfer, link: Link, part: Part, live: Live, posted: float, timeout: float
+    ) -> Coroutine[Any, Any, None]:
+        """Post a part; what remains of it to be waited for."""
+        rank = live.source.rank
+        opening, first = transfer.openings[id(rank)], None
+        if rank.attentive:
+            try:
+                first = link.engine.submit(live.read)
+            except KvxferError as error:
+                first = asyncio.get_running_loop().create_future()
+                first.set_exception(error)
+        ref = self._ref(transfer, rank)
 
-        def opened() -> None:
-            transfer.timings.open = max(transfer.timings.open or 0.0, time.perf_counter() - began)
+        async def reading() -> None:
+            part.result = await read_source(link.engine, live, ref, opening, first, posted, timeout)
 
-        part.result = await read_source(link.engine, live, record, first, posted, timeout, opened)
+        return reading()
 
     async def _outcome(
         self, transfer: Transfer, link: Link, parts: Sequence[asyncio.Future[None]], timeout: float
@@ -421,6 +429,7 @@ class Transfers:
             except KvxferError as error:  # the engine is closing, and takes its requests with it
                 log.debug("request not released", transfer=transfer.id, error=str(error))
         sources = {id(live.source.rank) for live in transfer.live}
+        openings = tuple(transfer.openings.values())
         held = transfer.state not in life.QUIESCENT
         self._move(transfer, Event.QUIESCED)
         if held:
@@ -433,8 +442,12 @@ class Transfers:
         while len(self._ended) > self._settings.kept_transfers:
             del self._known[self._ended.popleft()]
         try:
+            if late := [opening for opening in openings if not opening.done()]:
+                await asyncio.wait(late, timeout=CLOSE_TIMEOUT)  # or it would be granted after its end
             if posted:
                 await self._close_everywhere(transfer, link, sources)
+            elif openings:
+                await self._never_read(transfer, link)
         finally:  # also where the registration ends before its sources could be told
             transfer.lease_token = b""
             link.let_go()
@@ -471,6 +484,19 @@ class Transfers:
             told = Outcome.NOT_NEEDED if unread else outcome
             closes.append(self._close_at(rank, CloseRead(self._ref(transfer, rank), told, again)))
         await asyncio.gather(*closes)
+
+    async def _take_back(self, transfer: Transfer, link: Link) -> None:
+        """Undo what was announced of a transfer that has not come about."""
+        try:
+            await asyncio.wait(transfer.openings.values(), timeout=CLOSE_TIMEOUT)
+            await self._never_read(transfer, link)
+        finally:
+            link.let_go()
+
+    async def _never_read(self, transfer: Transfer, link: Link) -> None:
+        """Tell the sources that a read that they were told of was never posted; it may be tried again."""
+        closes = (CloseRead(self._ref(transfer, s.rank), Outcome.FAILED, True) for s in link.sources)
+        await asyncio.gather(*(self._close_at(s.rank, c) for s, c in zip(link.sources, closes, strict=True)))
 
     async def _close_at(self, rank: RemoteRank, record: CloseRead) -> None:
         for pause in (*CLOSE_BACKOFF, None):
@@ -526,27 +552,23 @@ class Transfers:
     # -- what sources are told ---------------------------------------------------------------------------------------
 
     def _ref(self, of: Transfer, rank: RemoteRank) -> ReadRef:
-        return self._reference(of.request_id, of.lease_token, told_id(of.id, of.number), rank)
-
-    def _notice(self, spec: TransferSpec, number: int, rank: RemoteRank) -> bytes:
-        """The payload of the read's NIXL notification."""
-        name = told_id(spec.transfer_id, number)
-        ref = self._reference(spec.ticket.request_id, spec.ticket.lease_token, name, rank)
-        return notice_to_bytes(
-            ReadNotice(ref.engine_id, ref.incarnation, ref.request_id, ref.lease_token, ref.reader, ref.transfer_id)
-        )
-
-    def _reference(self, request_id: str, token: bytes, transfer_id: str, rank: RemoteRank) -> ReadRef:
         mine = self._registration.identity.rank
         return ReadRef(
             engine_id=rank.facts.engine_id,
             rank=rank.facts.rank,
             incarnation=rank.facts.incarnation,
-            request_id=request_id,
-            lease_token=token,
+            request_id=of.request_id,
+            lease_token=of.lease_token,
             reader=self._registration.links.reader,
             readers=mine.tp_size * mine.pp_size,
-            transfer_id=transfer_id,
+            transfer_id=told_id(of.id, of.number),
+        )
+
+    def _notice(self, of: Transfer, rank: RemoteRank) -> bytes:
+        """The payload of the read's NIXL notification."""
+        ref = self._ref(of, rank)
+        return notice_to_bytes(
+            ReadNotice(ref.engine_id, ref.incarnation, ref.request_id, ref.lease_token, ref.reader, ref.transfer_id)
         )
 
     # -- small things ----------------------------------------------------------------------------------------------

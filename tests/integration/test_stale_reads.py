@@ -17,8 +17,9 @@ import pytest
 
 from kvxfer.core.errors import Reason
 from kvxfer.pb import transfer_pb2 as pb
-from kvxfer.service import reading as service_reading
 from kvxfer.service.leases import Leases
+from kvxfer.service.opening import Grant
+from kvxfer.service.peer_client import GrpcPeerClient
 from kvxfer.wire.peer import Granted, OpenRead
 from kvxfer.wire.tickets import Ticket
 from tests.support.engines import as_bytes
@@ -208,13 +209,12 @@ async def test_what_was_read_before_it_was_published_does_not_count(
     somebody_elses(scene)
     early = scene.p.members[0].image().copy()
     if not checked:
-        really = service_reading._open
+        really = GrpcPeerClient.open_read
 
-        async def sure(*args: Any) -> Any:
-            grant, _, settled = await really(*args)
-            return grant, 3600.0, settled
+        async def sure(self: GrpcPeerClient, record: OpenRead, timeout: float) -> Granted:
+            return replace(await really(self, record, timeout), published=3600.0)
 
-        monkeypatch.setattr(service_reading, "_open", sure)
+        monkeypatch.setattr(GrpcPeerClient, "open_read", sure)
     waiting = asyncio.ensure_future(ask(scene, ticket))
     await soon(lambda: leases_of(scene)._waiters == 1 and stale_bytes_are_there(scene))
     member = scene.p.members[0]
@@ -245,7 +245,7 @@ async def test_what_ends_after_the_granted_time_does_not_count(checked: bool, mo
 
         monkeypatch.setattr(source.client, "open_read", slow)
         if not checked:
-            monkeypatch.setattr(service_reading._Grant, "check", lambda self, ended: None)
+            monkeypatch.setattr(Grant, "check", lambda self, ended: None)
         request = scene.d.request(scene.ticket(), scene.d_lists)
         if checked:
             assert (await refusal(scene.stub.ReadBlocks(request))).reason is Reason.LEASE_EXPIRED

@@ -99,7 +99,8 @@ async def test_an_ended_transfer_keeps_no_arrays(reading: Reading) -> None:
     registered = next(iter(reading.d.nodes[0].sidecar.registrations))
     transfer = registered.transfers.get(done.transfer_id)
     await transfer.finished.wait()
-    assert transfer.claims == []
+    assert not transfer.claims
+    assert not transfer.openings
     assert all(part.live is None for part in transfer.parts)
     query = pb.GetTransferRequest(engine_id="engine-d", transfer_id=done.transfer_id)
     told = (await reading.stub.GetTransfer(query)).transfer

@@ -1,0 +1,76 @@
+"""Telling a source of a read (OpenRead), and what it grants.
+
+No clock of one machine is compared with that of another; what is compared is how long things took.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass
+from typing import Any, Final, TypeAlias
+
+from kvxfer.core.errors import KvxferError, Reason
+from kvxfer.service.link import LinkSource
+from kvxfer.wire.peer import OpenRead
+
+
+def clock() -> float:
+    """Seconds on a clock that also runs while this machine is suspended: the other one's may not have been."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+#: How much of a second of the other side's is counted on: clocks of two machines do not run alike.
+SURE: Final = 0.999
+
+
+@dataclass
+class Grant:
+    """The blocks stay as they are until ``until`` on :func:`clock`; it was given for ``seconds``.
+
+    :param unheard: why the source was not heard when it was last asked for more.
+    """
+
+    seconds: float
+    until: float
+    unheard: KvxferError | None = None
+
+    def check(self, ended: float) -> None:
+        """Whether what was read by ``ended`` counts.
+
+        :raises KvxferError: LEASE_EXPIRED; PEER_UNREACHABLE where the source could not be asked for more time.
+        """
+        if ended > self.until and self.unheard is not None:
+            raise self.unheard
+        if ended > self.until:
+            late = ended - self.until
+            raise KvxferError(
+                Reason.LEASE_EXPIRED,
+                f"the read ended {late:.3f} s after the time that the source had granted",
+                granted_s=self.seconds,
+                late_s=round(late, 6),
+            )
+
+
+#: OpenRead under way: its grant, for how long the blocks had been published, and whether its READ's end is known.
+Opening: TypeAlias = "asyncio.Future[tuple[Grant, float, bool]]"
+
+
+def announce(source: LinkSource, record: OpenRead, timeout: float) -> Opening:
+    """Have a source asked, now: what follows the call has not happened before it."""
+    asked, attention = clock(), time.monotonic()
+    answer = source.client.open_read(record, timeout)
+
+    async def granted() -> tuple[Grant, float, bool]:
+        given = await answer
+        source.rank.heard(attention)
+        seconds = given.seconds * SURE
+        return Grant(seconds, asked + seconds), given.published * SURE, given.settled
+
+    return asyncio.ensure_future(granted())
+
+
+def looked_at(ended: asyncio.Future[Any]) -> None:
+    """A done callback: asyncio complains about failures that nobody has looked at."""
+    if not ended.cancelled():
+        ended.exception()

@@ -1,0 +1,106 @@
+"""Sources are told of a read before it is posted, and again where it never is."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from kvxfer.core.errors import Reason
+from kvxfer.pb import transfer_pb2 as pb
+from kvxfer.service import transfers
+from kvxfer.service.link import LinkSource
+from kvxfer.wire.peer import CloseRead, Outcome
+from tests.support.errors import refusal
+from tests.support.loopback import Reading, soon
+
+
+def source_of(reading: Reading) -> LinkSource:
+    """How D reads from P; after a first read."""
+    return next(iter(reading.d.nodes[0].sidecar.registrations.get("engine-d").links)).sources[0]
+
+
+def open_at_p(reading: Reading) -> int:
+    """Reads that P thinks are under way."""
+    registered = reading.p.nodes[0].sidecar.registrations.get("engine-p")
+    return registered.readers.open_reads + registered.leases.open_reads
+
+
+@pytest.mark.parametrize("name", ["", "t1"], ids=["anonymous", "named"])
+async def test_what_nobody_can_name_is_announced_while_it_is_resolved(
+    reading: Reading, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await reading.good()
+    source, events = source_of(reading), []
+    really_open, really_resolve = source.client.open_read, transfers.resolve
+
+    def opening(*args: Any) -> Any:
+        events.append("OpenRead")
+        return really_open(*args)
+
+    def resolving(*args: Any) -> Any:
+        events.append("resolve")
+        return really_resolve(*args)
+
+    monkeypatch.setattr(source.client, "open_read", opening)
+    monkeypatch.setattr(transfers, "resolve", resolving)
+    done = (await reading.stub.ReadBlocks(reading.request(name))).transfer
+    assert done.state == pb.TRANSFER_STATE_DONE
+    # What has a name may stay prepared: no source is to wait for it.
+    assert events == (["resolve", "OpenRead"] if name else ["OpenRead", "resolve"])
+
+
+async def test_what_cannot_be_posted_is_taken_back(reading: Reading) -> None:
+    await reading.good()
+    reading.fabric.hold()
+    await reading.stub.ReadBlocks(reading.request("t1", wait=False))
+    await soon(lambda: open_at_p(reading) == 2)
+    ticket = reading.ticket()
+    again = reading.d.request(ticket, reading.d_lists)
+    assert (await refusal(reading.stub.ReadBlocks(again))).reason is Reason.LOCAL_BLOCK_BUSY
+    await soon(lambda: open_at_p(reading) == 2)  # that of t1
+    reading.fabric.let_go()
+    await reading.stub.ReadBlocks(pb.ReadBlocksRequest(engine_id="engine-d", transfer_id="t1"))
+    # Nothing was read, so the request is still there to be read.
+    assert (await reading.stub.ReadBlocks(again)).transfer.state == pb.TRANSFER_STATE_DONE
+    await soon(lambda: open_at_p(reading) == 0)
+
+
+async def test_what_cannot_be_resolved_is_taken_back(reading: Reading) -> None:
+    await reading.good()
+    ticket = reading.ticket()
+    wrong = reading.d.request(ticket, reading.d_lists)
+    wrong.spec.local_blocks[0].block_ids.pop()
+    assert (await refusal(reading.stub.ReadBlocks(wrong))).reason is Reason.RANGE_NOT_COVERED
+    await soon(lambda: open_at_p(reading) == 0)
+    good = reading.d.request(ticket, reading.d_lists)
+    assert (await reading.stub.ReadBlocks(good)).transfer.state == pb.TRANSFER_STATE_DONE
+
+
+async def test_the_end_is_told_after_the_beginning(reading: Reading, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What could not be resolved is taken back only once the source has answered: it would be granted after its end."""
+    await reading.good()
+    source, answer, events = source_of(reading), asyncio.Event(), []
+    really_open, really_close = source.client.open_read, source.client.close_read
+
+    async def opening(*args: Any) -> Any:
+        await answer.wait()
+        granted = await really_open(*args)
+        events.append("granted")
+        return granted
+
+    async def closing(record: CloseRead, timeout: float) -> None:
+        if record.outcome is Outcome.FAILED:  # and not that of the first read
+            events.append("closed")
+        await really_close(record, timeout)
+
+    monkeypatch.setattr(source.client, "open_read", opening)
+    monkeypatch.setattr(source.client, "close_read", closing)
+    wrong = reading.request()
+    wrong.spec.local_blocks[0].block_ids.pop()
+    assert (await refusal(reading.stub.ReadBlocks(wrong))).reason is Reason.RANGE_NOT_COVERED
+    assert not events
+    answer.set()
+    await soon(lambda: len(events) == 2)
+    assert events == ["granted", "closed"]
