@@ -283,15 +283,19 @@ class Leases:
         with self._changing(self._find(ref.request_id, ref.lease_token)) as lease:
             lease.close(_key(ref), ref.readers, now, done=done)
 
-    def finished(self, notice: ReadNotice) -> None:
-        """The transport says that a READ has completed; anybody may say so, and what does not fit means nothing."""
+    def finished(self, notice: ReadNotice) -> bool:
+        """The transport says that a READ has completed; anybody may say so, and what does not fit means nothing.
+
+        :returns: whether it was said by somebody who may read.
+        """
         entry = self._known.get(notice.request_id)
         if entry is None or not hmac.compare_digest(entry.lease.token, notice.lease_token):
-            return
+            return False
         reader = notice.reader
         key = ReadKey(reader.engine_id, reader.rank, reader.incarnation, notice.transfer_id)
         with contextlib.suppress(KvxferError), self._changing(entry) as lease:
             lease.finished(key, time.monotonic())
+        return True
 
     def _keep_early(self, request_id: str, early: _Early) -> None:
         known = self._early.setdefault(request_id, {})

@@ -339,8 +339,10 @@ class Registrations:
                 except KvxferError as error:  # anybody may send one
                     log.debug("a notification that is none", agent=agent, error=str(error))
                     return
-                if (notice.engine_id, notice.incarnation) == (record.engine_id, incarnation):
-                    leases.finished(notice)
+                ours = (notice.engine_id, notice.incarnation) == (record.engine_id, incarnation)
+                if ours and leases.finished(notice):
+                    # CloseRead comes a little later, and till then polling without pause would be for nothing.
+                    readers.close_read(notice.reader, notice.transfer_id)
 
             name = f"{record.engine_id[:128]}/{record.rank}/{incarnation}"
             engine = self._make_engine(name, on_notification)

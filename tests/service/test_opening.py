@@ -104,3 +104,23 @@ async def test_the_end_is_told_after_the_beginning(reading: Reading, monkeypatch
     answer.set()
     await soon(lambda: len(events) == 2)
     assert events == ["granted", "closed"]
+
+
+async def test_a_source_stops_polling_when_the_read_has_ended(
+    reading: Reading, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The notification says so before CloseRead does."""
+    await reading.good()
+    await soon(lambda: open_at_p(reading) == 0)
+    source, closing = source_of(reading), asyncio.Event()
+    really_close = source.client.close_read
+
+    async def late(record: CloseRead, timeout: float) -> None:
+        await closing.wait()
+        await really_close(record, timeout)
+
+    monkeypatch.setattr(source.client, "close_read", late)
+    await reading.stub.ReadBlocks(reading.request())
+    readers = reading.p.nodes[0].sidecar.registrations.get("engine-p").readers
+    await soon(lambda: readers.open_reads == 0)
+    closing.set()
