@@ -3,8 +3,8 @@
     python -m benchmarks
     python -m benchmarks --only reads --share 0.2
 
-Every section runs in a process of its own.  ``results.json`` and the plots go to ``--out``; with ``--docs`` the page and its
-pictures in ``docs/`` are made from them.
+Every section runs in a process of its own.  ``results.json`` and the plots go to ``--out``; with ``--docs`` the page in
+``docs/`` and its pictures are made from them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 from rich.console import Console
 
-from benchmarks import machine, show
+from benchmarks import machine, plots, show
 from benchmarks.results import Line
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -94,7 +94,7 @@ def main() -> int:
     (chosen.out / "results.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     lines = [Line(**{**line, "spread": line["spread"] and tuple(line["spread"])}) for line in results["lines"]]
     show.tables(results, lines, console)
-    show.plots(results, ROOT / "docs" / "images" if chosen.docs else chosen.out)
+    list(plots.draw(results, ROOT / "docs" / "images" if chosen.docs else chosen.out))
     if chosen.docs:
         show.page(results, lines, ROOT / "docs" / "performance.md")
     total = sum(results["seconds"].values())

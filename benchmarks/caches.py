@@ -31,8 +31,8 @@ _PAGE = 4096
 class Case:
     """``blocks`` blocks of ``block`` bytes in each of ``layers`` layers, of ``spare`` times as many.
 
-    :param order: of the block IDs: from 0 on; any, in rising order; any, in any order (what a server has that has run for
-        a while).
+    :param order: of the block IDs: from 0 on; any, in rising order; any, in any order (what a server has after a
+        while).
     """
 
     block: int
@@ -107,15 +107,16 @@ class Memory:
         path = str(self.directory / side)
         return tuple(FileHandle(path, offset, case.region) for offset in self.offsets(case))
 
-    def check(self, case: Case) -> None:
-        """Raise where D's blocks are not P's, and forget D's."""
+    def check(self, case: Case, blocks: int | None = None) -> None:
+        """Raise where D's first blocks (all of the case) are not P's, and forget them."""
+        theirs, mine = (case.ids(side)[:blocks] for side in ("P", "D"))
         for offset in self.offsets(case):
             there, here = (
                 self.bytes[side][offset : offset + case.region].reshape(-1, case.block) for side in ("P", "D")
             )
-            if not np.array_equal(there[case.ids("P")], here[case.ids("D")]):
+            if not np.array_equal(there[theirs], here[mine]):
                 raise RuntimeError(f"wrong bytes were read: {case}")
-            here[case.ids("D")] = 0
+            here[mine] = 0
 
 
 @contextmanager

@@ -51,7 +51,9 @@ def run(effort: Effort) -> Section:
 def _measure(section: Section, case: Case, place: Memory, p: Sidecar, d: Sidecar, raw: Raw, effort: Effort) -> None:
     transport = "TCP" if os.environ.get("UCX_TLS") == "tcp" else "CMA"
     pair, bare = Pair(p, d, case, place), raw.prepare(case)
-    others = {"by_remote": bare.by_remote(), "by_local": bare.by_local()} if case.order == "scrambled" else {}
+    others = (
+        {o: getattr(bare, o)() for o in ("by_remote", "by_local", "as_listed")} if case.order == "scrambled" else {}
+    )
     first, _ = pair.read()
     place.check(case)
     rounds = effort.rounds(min(40, max(8, 2 * GIB // case.bytes)))
@@ -101,7 +103,7 @@ def _measure(section: Section, case: Case, place: Memory, p: Sidecar, d: Sidecar
         calls = Spread.of([x / empty for x in (extra.low, extra.median, extra.high)])
         section.lines.append(Line.median("1", f"ReadBlocks - raw, {what}", calls, CALLS, unit="empty calls"))
     if others and case.bytes >= SIZE:
-        best = min(others, key=lambda name: statistics.median(whole[name]))
+        best = min(("by_remote", "by_local"), key=lambda name: statistics.median(whole[name]))
         against = Spread.ratio(whole["kvxfer"], whole[best])
         name = f"ReadBlocks / raw sorted the best way ({best.replace('_', ' ')}), {what}"
         section.lines.append(Line.median("3", name, against, MOST))

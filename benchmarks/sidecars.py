@@ -44,7 +44,7 @@ class Sidecar:
         self._process = subprocess.Popen([*command, "--peer-port", "0", *more])
         self._channel = grpc.insecure_channel(f"unix:{self.socket}")
         self.stub = transfer_pb2_grpc.KvTransferStub(self._channel)
-        self._health = health_pb2_grpc.HealthStub(self._channel)
+        self._health: Any = health_pb2_grpc.HealthStub(self._channel)
 
     def __enter__(self) -> Sidecar:
         try:
@@ -95,7 +95,7 @@ class Pair:
     """One case registered with both sidecars, and the read that goes with it."""
 
     def __init__(self, p: Sidecar, d: Sidecar, case: Case, memory: Memory, name: str = "") -> None:
-        self.case, self.p, self.d = case, p, d
+        self.case, self.memory, self.p, self.d = case, memory, p, d
         self.engines = {side: f"{side}{name}" for side in "PD"}
         self.registered = {side: self._register(sidecar, side, memory) for side, sidecar in (("P", p), ("D", d))}
         self._local = block_lists_to_pb(case.lists("D"))
