@@ -11,7 +11,7 @@ from kvxfer.core.pairing import Member, compile_plan
 from kvxfer.core.plan import RowTable
 from kvxfer.core.resolve import BlockList, Request, resolve
 
-BLOCKS, KERNELS, TOKENS, TOKEN = 8, 2, 4, 32
+BLOCKS, KERNELS, TOKENS, TOKEN = 8, 4, 4, 32
 PAGE = KERNELS * TOKENS * TOKEN
 
 Place = tuple[int, int, int]
@@ -19,7 +19,7 @@ Place = tuple[int, int, int]
 
 
 def layout(paddings: Sequence[int]) -> CacheLayout:
-    """A layer for each padding, which lies behind every logical block; kernel blocks of 4 tokens, two in a block."""
+    """A layer for each padding, which lies behind every logical block; kernel blocks of 4 tokens, four in a block."""
     axes = (Axis(AxisKind.UNIT, 1), Axis(AxisKind.TOKEN, TOKENS), Axis(AxisKind.INNER, TOKEN // 2))
     kv = Component("kv", "bfloat16", 2, axes, UnitRange(0, 1, 1))
     views = tuple(
@@ -45,13 +45,13 @@ def tokens_of(found: Sequence[Place]) -> Iterator[tuple[int, int]]:
 
 
 def test_runs_that_step_in_different_ways() -> None:
-    # Without padding, all kernel blocks of a layer are one row; with it, each of a block's two is a row of its own.
+    # Without padding, all kernel blocks of a layer are one row; with it, each of a block's four is a row of its own.
     paddings = {"local": (0, 96, 0), "remote": (64, 0, 0)}
     local, remote = layout(paddings["local"]), layout(paddings["remote"])
     plan = compile_plan(Member(Rank(), local), [Member(Rank(), remote)])
     steps = [t.local.alike or t.remote.alike for s in plan.sources[0].sections for t in s.tiers]
     assert not all(steps)
-    mine, theirs, count, skip = [5, 0, 3], [1, 7, 2], 20, 4
+    mine, theirs, count, skip = [5, 0, 3], [1, 7, 2], 40, 4
     read = resolve(plan, Request([BlockList("g", mine)], [BlockList("g", theirs)], count, skip)).sources[0]
     assert read.local_indices.dtype == read.remote_indices.dtype == np.int32
     source = plan.sources[0]
@@ -76,5 +76,5 @@ def test_claims_of_several_reads_are_told_once_and_in_order() -> None:
     mine = layout((0, 0))
     plan = compile_plan(Member(Rank(), mine), [Member(Rank(), mine)])
     ids = [6, 1, 4]
-    read = resolve(plan, Request([BlockList("g", ids)], [BlockList("g", [0, 1, 2])], 20, 4))
+    read = resolve(plan, Request([BlockList("g", ids)], [BlockList("g", [0, 1, 2])], 40, 4))
     assert read.claims.tolist() == [1, 4, 6]
