@@ -187,12 +187,13 @@ def _side(name: str, lists: Sequence[BlockList], known: frozenset[str]) -> _Side
     checked: dict[str, tuple[int, BlockList, Int64, Int64 | None]] = {}
     for i, blocks in enumerate(lists):
         where = f"{_path(name)}[{i}]"
-        for problem in (
-            f"there is no group {blocks.group}; there are {', '.join(sorted(known))}" * (blocks.group not in known),
-            f"group {blocks.group} is listed twice" * (blocks.group in checked),
-        ):
-            if problem:
-                raise KvxferError(Reason.GROUP_MISMATCH, problem, field=f"{where}.group", side=name, group=blocks.group)
+        problem = ""
+        if blocks.group not in known:
+            problem = f"there is no group {blocks.group}; there are {', '.join(sorted(known))}"
+        elif blocks.group in checked:
+            problem = f"group {blocks.group} is listed twice"
+        if problem:
+            raise KvxferError(Reason.GROUP_MISMATCH, problem, field=f"{where}.group", side=name, group=blocks.group)
         ids = _integers(f"{where}.block_ids", blocks.ids)
         positions = None if blocks.positions is None else _integers(f"{where}.snapshot_positions", blocks.positions)
         _tokens(f"{where}.first_position", blocks.first_position, 0)

@@ -52,18 +52,26 @@ def test_plans_move_the_least(model: models.Model) -> None:
     section = Section()
     p_tp, d_tp = model.sizes[-1]
     models.plan(section, model, p_tp, d_tp)
-    assert [line.seen for line in section.lines] == [1.0, 1.0]
-    assert all(row["descriptors"] > 0 for row in section.rows["models"])
+    rows = section.rows["models"]
+    assert [row["one_block"] for row in rows] == [False, True]
+    assert all(row["bytes"] == row["least"] == row["least_by_layout"] for row in rows)
+    assert all(row["descriptors"] > 0 for row in rows)
 
 
-def test_nano_has_few_descriptors() -> None:
+def test_the_worst_case_of_a_model_is_told() -> None:
     section = Section()
-    models.plan(section, models.MODELS[0], 1, 1)
-    told = [line for line in section.lines if line.what.startswith("descriptors")]
-    assert [(line.seen, line.limit) for line in told] == [(29, 40)]
+    nano = models.MODELS[0]
+    models.plan(section, nano, 1, 1)
+    models.plan(section, nano, 1, 2)
+    assert section.rows["models"][1]["descriptors"] == 29
+    section.add("model_reads", model=nano.name, bytes=10, least=10)
+    section.add("model_reads", model=nano.name, bytes=15, least=10)
+    section.add("model_reads", model="another", bytes=10, least=10)
+    told = [(line.seen, line.limit, line.holds) for line in models.promises(section.rows)]
+    assert told == [(1.0, 1.0, True), (1.5, 1.0, False), (1.0, 1.0, True), (29, 40, True)]
 
 
 def test_fewer_bytes_than_must_be_are_no_merit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(models, "least", lambda config, tp_size, tokens: 1 + least(config, tp_size, tokens))
-    with pytest.raises(RuntimeError, match="bytes of"):
+    with pytest.raises(RuntimeError, match="bytes must move"):
         models.plan(Section(), models.MODELS[3], 8, 8)
