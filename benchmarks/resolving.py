@@ -12,7 +12,7 @@ import sys
 import tempfile
 import time
 import tracemalloc
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -34,7 +34,7 @@ MIB: Final = 2**20
 #: Resolve takes at most this share of the read that it belongs to.
 SHARE: Final = 0.05
 #: Bytes of the read that is measured for it, at most; longer ones are scaled by bytes.
-SLICE: Final = 512 * MIB
+SLICE: Final = 256 * MIB
 DESCRIPTORS: Final = (10_000, 100_000, 1_000_000, 10_000_000)
 #: Pairing so many takes at most so long, and so much memory.
 PAIRED, PAIRED_MS, PAIRED_MIB = 10_000_000, 20.0, 1.0
@@ -102,7 +102,8 @@ def share_of_read(section: Section, effort: Effort) -> None:
             def read(bare: Any = bare, whole: float = whole) -> float:
                 return float(bare.once().whole * whole)
 
-            seen = in_turn({"resolve": once, "read": read}, effort.rounds(12), warm_up=1)
+            what: Mapping[str, Callable[[], float]] = {"resolve": once, "read": read}
+            seen = in_turn(what, effort.rounds(12), warm_up=1)
             place.check(case)
             bare.close()
             _tell_share(section, shape, case, seen, whole)
