@@ -105,6 +105,71 @@ TABLES: Mapping[str, tuple[str, Mapping[str, Cell]]] = {
             "slowest, ms": of("slowest_ms"),
         },
     ),
+    "resolving": (
+        "resolving",
+        {
+            "layout": of("shape"),
+            "tokens": of("tokens", "{:,}"),
+            "descriptors": of("descriptors", "{:,}"),
+            "of vLLM": of("vllm_descriptors", "{:,}"),
+            "resolve, ms": of("kvxfer_ms", "{:.3f}"),
+            "of arrays": of("kvxfer_arrays_ms", "{:.3f}"),
+            "vLLM, ms": of("vllm_ms", "{:.3f}"),
+            "its _compute_desc_ids": of("vllm_numbers_ms", "{:.3f}"),
+            "resolve / vLLM": spread("ratio"),
+            "resolve / _compute_desc_ids": spread("ratio_to_numbers"),
+        },
+    ),
+    "share of a read": (
+        "share_of_read",
+        {
+            "layout": of("shape"),
+            "tokens": of("tokens", "{:,}"),
+            "read": sized("bytes"),
+            "measured with": sized("read_bytes"),
+            "raw read, ms": of("read_ms", "{:.0f}"),
+            "resolve, ms": of("resolve_ms", "{:.2f}"),
+            "share": lambda r: f"{r['share'][1]:.2%}",
+        },
+    ),
+    "pairing": (
+        "pairing",
+        {
+            "descriptors": of("descriptors", "{:,}"),
+            "rows": of("rows"),
+            "pairing, ms": spread("ms"),
+            "memory at its peak": sized("peak_bytes"),
+            "kept": sized("kept_bytes"),
+            "NIXL's lists, ms": of("nixl_ms"),
+            "their memory": sized("nixl_resident_bytes"),
+        },
+    ),
+    "models": (
+        "models",
+        {
+            "model": of("model"),
+            "TP": lambda r: f"{r['p_tp']} to {r['d_tp']}",
+            "tokens": of("tokens", "{:,}"),
+            "descriptors of a rank": of("descriptors", "{:,}"),
+            "bytes": of("bytes", "{:,}"),
+            "least": of("least", "{:,}"),
+            "whole pages": of("padded", "{:,}"),
+        },
+    ),
+    "reads of models": (
+        "model_reads",
+        {
+            "model": of("model"),
+            "TP": lambda r: f"{r['p_tp']} to {r['d_tp']}",
+            "tokens": of("tokens", "{:,}"),
+            "layers left out": of("layers_left_out"),
+            "descriptors": of("descriptors", "{:,}"),
+            "after merging": of("merged", "{:,}"),
+            "bytes that NIXL moved": of("bytes", "{:,}"),
+            "least": of("least", "{:,}"),
+            "first read, ms": of("ms", "{:.1f}"),
+        },
+    ),
 }
 
 

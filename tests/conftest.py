@@ -33,6 +33,7 @@ PROPERTY_TIMEOUT = {"ci": 300, "soak": 0}
 
 # What uses the real NIXL.  It spins while it transfers: these run after the rest, a file on each core.
 NIXL = (
+    "benchmarks/test_sections.py",
     "engines/transformers/test_page.py",
     "engines/transformers/test_sequence.py",
     "gpu/",

@@ -86,6 +86,11 @@ class Addressing:
     per_part: Int64
     kernel_tokens: int
 
+    @cached_property
+    def alike(self) -> bool:
+        """Whether all runs step in the same way, so that only their starts tell them apart."""
+        return all(bool((steps == steps[:1]).all()) for steps in (self.per_block, self.per_kernel, self.per_part))
+
 
 @dataclass(frozen=True)
 class Tier:
