@@ -186,9 +186,7 @@ async def _in_steps(section: Section, pair: Pair, place: Memory, step: int) -> l
 class _Slot:
     """Some blocks of either side, for one read at a time: each of a request of its own, which ends with it."""
 
-    def __init__(
-        self, pair: Pair, place: Memory, positions: range, p: grpc.aio.Channel, d: grpc.aio.Channel
-    ) -> None:
+    def __init__(self, pair: Pair, place: Memory, positions: range, p: grpc.aio.Channel, d: grpc.aio.Channel) -> None:
         ids = {side: pair.case.ids(side)[positions.start : positions.stop] for side in "PD"}
         blocks, tokens = (BlockList(GROUP, ids["P"]),), len(positions) * TOKENS
         record = PublishBlocks(pair.engines["P"], "", "template", blocks, tokens, bytes(16), 60.0, 1)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,14 +20,27 @@ Mooncake's transfer engine can not be loaded: {why}
   pip install --no-deps mooncake-transfer-engine-non-cuda
   apt-get install --no-install-recommends libibverbs1 librdmacm1 libnuma1    (as root, on Debian and Ubuntu)
 """
+#: Read when an engine starts.  By default it refuses a batch of more than 1,024 transfers.
+_SETTINGS = {
+    "MC_LOG_LEVEL": "ERROR",
+    "MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER": "65535",
+    "MC_TCP_MAX_PENDING_ADMISSIONS_PER_PEER": "65535",
+}
+_POOL, _LANES = "MC_TCP_ENABLE_CONNECTION_POOL", "MC_TCP_LANES_PER_PEER"
+#: Most connections that it keeps to one peer.
+MOST_LANES = 16
 
 
-def _engine() -> Any:
+def _engine(lanes: int) -> Any:
     """One that listens on a port of its own.
 
     :raises SystemExit: it is not installed; says what to do.
     """
-    os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
+    os.environ.update(_SETTINGS)
+    for name in (_POOL, _LANES):
+        os.environ.pop(name, None)
+    if lanes:
+        os.environ.update({_POOL: "1", _LANES: str(lanes)})
     try:
         from mooncake.engine import TransferEngine
     except ImportError as why:
@@ -43,19 +55,22 @@ def _done(status: int, otherwise: str) -> None:
         raise RuntimeError(f"Mooncake: {otherwise}: status {status}")
 
 
-def _serve(path: str, size: int) -> tuple[tuple[str, int], object]:
-    engine, region = _engine(), SharedRegion.map(FileHandle(path, 0, size))
+def _serve(path: str, size: int, lanes: int) -> tuple[tuple[str, int], object]:
+    engine, region = _engine(lanes), SharedRegion.map(FileHandle(path, 0, size))
     address = region.numpy(np.uint8, (size,)).ctypes.data
     _done(engine.register_memory(address, size), "memory was not registered")
     return (f"127.0.0.1:{engine.get_rpc_port()}", address), (engine, region)
 
 
 class Mooncake(Aside):
-    """A reader in this process, and P's engine in one of its own, over the files of a :class:`Memory`."""
+    """A reader in this process, and P's engine in one of its own, over the files of a :class:`Memory`.
 
-    def __init__(self, memory: Memory) -> None:
-        self._engine = _engine()
-        super().__init__(_serve, str(Path(memory.directory) / "P"), memory.bytes["P"].size)
+    :param lanes: connections to keep open; 0 is the default, which makes them anew.
+    """
+
+    def __init__(self, memory: Memory, lanes: int = 0) -> None:
+        self._engine = _engine(lanes)
+        super().__init__(_serve, str(memory.directory / "P"), memory.bytes["P"].size, lanes)
         self._memory = memory
         here = memory.bytes["D"]
         _done(self._engine.register_memory(here.ctypes.data, here.size), "memory was not registered")

@@ -1,14 +1,18 @@
-"""ReadBlocks over TCP against what a user would take instead: Mooncake's transfer engine, a plain gRPC byte stream."""
+"""ReadBlocks over TCP against what a user would take instead: Mooncake's transfer engine, a plain gRPC byte stream.
+
+Both are tried in two ways, and compared with is the better one: Mooncake as it is, and with as many lasting connections
+as it allows; messages of one block, and of 1 MiB.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from benchmarks.caches import Case, Memory, largest, memory
-from benchmarks.mooncake import Mooncake
+from benchmarks.mooncake import MOST_LANES, Mooncake
 from benchmarks.reads import BLOCK, BLOCKS, MIB, SIZE, size_of
 from benchmarks.results import Effort, Line, Section, Spread, in_turn
 from benchmarks.sidecars import Pair, Sidecar
@@ -32,33 +36,41 @@ def run(effort: Effort) -> Section:
     chosen = [Case.of(SIZE, block) for block in BLOCKS]
     with contextlib.ExitStack() as stack:
         place = stack.enter_context(memory(largest(chosen)))
-        mooncake = stack.enter_context(Mooncake(place))
+        engines = {
+            name: stack.enter_context(Mooncake(place, lanes))
+            for name, lanes in (("mooncake", 0), ("mooncake_lanes", MOST_LANES))
+        }
         stream = stack.enter_context(Stream(place))
         p, d = (stack.enter_context(Sidecar(place.directory, side)) for side in "pd")
         for case in chosen:
-            _measure(section, case, place, Pair(p, d, case, place), mooncake, stream, effort)
+            _measure(section, case, place, Pair(p, d, case, place), engines, stream, effort)
     return section
 
 
 def _measure(
-    section: Section, case: Case, place: Memory, pair: Pair, mooncake: Mooncake, stream: Stream, effort: Effort
+    section: Section,
+    case: Case,
+    place: Memory,
+    pair: Pair,
+    engines: Mapping[str, Mooncake],
+    stream: Stream,
+    effort: Effort,
 ) -> None:
     promised = case.block == BLOCK
     readers = {
         "kvxfer": lambda: pair.read()[0],
-        "mooncake": mooncake.prepare(case),
+        **{name: engine.prepare(case) for name, engine in engines.items()},
         "grpc_block": stream.prepare(case),
         "grpc_mib": stream.prepare(case, MIB),
     }
     rounds = effort.rounds(_ROUNDS if promised else _ROUNDS // 2)
     seen = in_turn({name: _checked(read, place, case) for name, read in readers.items()}, rounds)
     pair.close()
-    streams = ("grpc_block", "grpc_mib")
-    best = min(streams, key=lambda name: statistics.median(seen[name]))
-    against = {
-        "Mooncake": (Spread.ratio(seen["mooncake"], seen["kvxfer"]), MOONCAKE),
-        "gRPC stream": (Spread.ratio(seen[best], seen["kvxfer"]), STREAM),
+    best = {
+        what: min(names, key=lambda name: statistics.median(seen[name]))
+        for what, names in (("Mooncake", tuple(engines)), ("gRPC stream", ("grpc_block", "grpc_mib")))
     }
+    ratios = {what: Spread.ratio(seen[name], seen["kvxfer"]) for what, name in best.items()}
     section.add(
         "others",
         bytes=case.bytes,
@@ -67,14 +79,14 @@ def _measure(
         rounds=rounds,
         **{f"{name}_ms": round(statistics.median(seconds) * 1e3, 3) for name, seconds in seen.items()},
         **{f"{name}_gbs": round(case.bytes / statistics.median(seconds) / 1e9, 3) for name, seconds in seen.items()},
-        best_grpc=best,
-        rate_to_mooncake=against["Mooncake"][0].rounded(),
-        rate_to_grpc=against["gRPC stream"][0].rounded(),
+        best=list(best.values()),
+        rate_to_mooncake=ratios["Mooncake"].rounded(),
+        rate_to_grpc=ratios["gRPC stream"].rounded(),
     )
     if promised:
-        for name, (ratio, limit) in against.items():
+        for name, limit in (("Mooncake", MOONCAKE), ("gRPC stream", STREAM)):
             what = f"rate of ReadBlocks / {name}, TCP, {size_of(case.bytes)} in blocks of {size_of(case.block)}"
-            section.lines.append(Line.median("4", what, ratio, limit, least=True))
+            section.lines.append(Line.median("4", what, ratios[name], limit, least=True))
 
 
 def _checked(read: Callable[[], float], place: Memory, case: Case) -> Callable[[], float]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from concurrent import futures
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -49,7 +48,7 @@ class Stream(Aside):
     """A reader in this process, and a server in one of its own, over the files of a :class:`Memory`."""
 
     def __init__(self, memory: Memory) -> None:
-        super().__init__(_serve, str(Path(memory.directory) / "P"), memory.bytes["P"].size)
+        super().__init__(_serve, str(memory.directory / "P"), memory.bytes["P"].size)
         self._memory = memory
         self._channel = grpc.insecure_channel(f"127.0.0.1:{self.told}")
         self._read: Any = self._channel.unary_stream(f"/{_SERVICE}/{_METHOD}")
