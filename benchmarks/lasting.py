@@ -7,7 +7,7 @@ import contextlib
 import secrets
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,12 +46,20 @@ def run(effort: Effort) -> Section:
     section = Section()
     one, many = (Case(BLOCK, BLOCKS * times, LAYERS) for times in (1, AT_ONCE))
     with memory(largest([one, many])) as place:
-        _handshakes(section, one, place, effort)
+        more = [_like(place, f"engine{i}") for i in range(1, effort.rounds(PEERS))]
+        _handshakes(section, one, place, more[:5], effort)
         with _sidecars(place) as sidecars:
-            _idle(section, one, place, sidecars, effort)
+            _idle(section, one, place, more, sidecars, effort)
         with _sidecars(place) as sidecars:
             _reads(section, many, place, sidecars, effort)
     return section
+
+
+def _like(place: Memory, name: str) -> Memory:
+    """Memory for another engine, with the same content on P's side."""
+    directory = place.directory / name
+    directory.mkdir()
+    return Memory(directory, place.bytes["D"].size)
 
 
 @contextlib.contextmanager
@@ -63,7 +71,7 @@ def _sidecars(place: Memory) -> Iterator[dict[str, Sidecar]]:
 # -- handshakes -------------------------------------------------------------------------------------------------------
 
 
-def _handshakes(section: Section, case: Case, place: Memory, effort: Effort) -> None:
+def _handshakes(section: Section, case: Case, place: Memory, more: Sequence[Memory], effort: Effort) -> None:
     """Of sidecars that know nobody; of engines that know each other; of another engine of a sidecar that knows P's."""
     found: dict[str, list[float]] = {"first": [], "known": [], "further engine": []}
     for _ in range(effort.rounds(5)):
@@ -71,7 +79,7 @@ def _handshakes(section: Section, case: Case, place: Memory, effort: Effort) -> 
             pair = Pair(sidecars["P"], sidecars["D"], case, place)
             found["first"].append(pair.handshake_seconds)
             found["known"] += [pair.handshake() for _ in range(5)]
-            found["further engine"] += [pair.beside(f"D{i}", place).handshake() for i in range(5)]
+            found["further engine"] += [pair.beside(other.directory.name, other).handshake() for other in more]
     for what, seconds in found.items():
         median, most = statistics.median(seconds), max(seconds)
         section.add("handshakes", what=what, ms=round(median * 1e3, 3), most_ms=round(most * 1e3, 3))
@@ -80,18 +88,25 @@ def _handshakes(section: Section, case: Case, place: Memory, effort: Effort) -> 
 # -- nothing to do ----------------------------------------------------------------------------------------------------
 
 
-def _idle(section: Section, case: Case, place: Memory, sidecars: dict[str, Sidecar], effort: Effort) -> None:
+def _idle(
+    section: Section,
+    case: Case,
+    place: Memory,
+    more: Sequence[Memory],
+    sidecars: dict[str, Sidecar],
+    effort: Effort,
+) -> None:
     """Engines at D that read once each; memory on the way; then nothing."""
-    peers = effort.rounds(PEERS)
+    peers = len(more) + 1
     pair = Pair(sidecars["P"], sidecars["D"], case, place)
     pair.read()
     held = [_anonymous(sidecars)]
-    readers = [pair.beside(f"D{i}", place) for i in range(1, peers)]
+    readers = [pair.beside(other.directory.name, other) for other in more]
     held.append(_anonymous(sidecars))
-    for reader in readers:
+    for reader, other in zip(readers, more, strict=True):
         reader.handshake()
         reader.read()
-        place.check(case)
+        other.check(case)
     held.append(_anonymous(sidecars))
     for what, before, after in (("registration", held[0], held[1]), ("peer", held[1], held[2])):
         each = {f"{side}_kib": round((after[side] - before[side]) / len(readers) / 1024, 1) for side in "PD"}
@@ -107,7 +122,7 @@ def _idle(section: Section, case: Case, place: Memory, sidecars: dict[str, Sidec
             Line("6", f"{side} with {peers} peers connected, nothing to do", share, IDLE, unit="of a core")
         )
     readers[-1].read()  # they are connected still
-    place.check(case)
+    more[-1].check(case)
 
 
 def _calm(sidecars: dict[str, Sidecar]) -> float:

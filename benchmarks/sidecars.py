@@ -110,7 +110,7 @@ class Pair:
         return time.perf_counter() - began
 
     def beside(self, name: str, memory: Memory) -> Pair:
-        """A further engine at D that reads from the same one at P; it has had no handshake yet."""
+        """A further engine at D, with memory of its own, that reads from the same one at P; without a handshake yet."""
         other = copy.copy(self)
         other.engines = {**self.engines, "D": name}
         other.registered = {**self.registered, "D": other._register(self.d, "D", memory)}
