@@ -33,6 +33,8 @@ PACKAGE_FILES := pyproject.toml constraints.txt
 # vLLM, and all that its tests need.
 ENGINES := .venv-engines
 ENGINES_READY := $(ENGINES)/.ready
+# What `make bench` adds to it.
+BENCH_READY := $(ENGINES)/.ready-bench
 # What the containers are made from: fetched once, by scripts/containers.sh.
 CONTAINERS := .containers
 CONTAINERS_READY := $(VENV)/.ready-containers
@@ -95,8 +97,8 @@ docs: $(DEV_READY) ## the documentation as a site, in build/docs; warnings and b
 wheel: $(DEV_READY) ## the distribution, in dist
 	$(BIN)/python -m hatchling build --target wheel --target sdist
 
-bench: $(RUN_READY) ## ReadBlocks against a raw NIXL READ (ARGS="..." are passed on)
-	$(BIN)/python benchmarks/read_blocks.py $(ARGS)
+bench: $(BENCH_READY) ## measure: ReadBlocks against NIXL, Mooncake, gRPC, vLLM (ARGS="..." are passed on); ten minutes
+	$(ENGINES)/bin/python -m benchmarks $(ARGS)
 
 clean: ## remove the environments and everything else that make has made
 	rm -rf $(VENV) $(PROTO_VENV) $(CONTAINERS) $(ENGINES) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
@@ -129,6 +131,11 @@ $(CONTAINERS_READY): $(DEV_READY) scripts/containers.sh
 $(ENGINES_READY): constraints-engines.txt scripts/engines.sh pyproject.toml
 	@echo "Installing vLLM, NIXL and kvxfer into $(ENGINES) (some 2 GB: this may take a few minutes)"
 	scripts/engines.sh $(ENGINES) $(PYTHON)
+	@touch $@
+
+$(BENCH_READY): $(ENGINES_READY) constraints-bench.txt scripts/bench.sh
+	@echo "Installing what kvxfer is measured against into $(ENGINES)"
+	scripts/bench.sh $(ENGINES)
 	@touch $@
 
 $(PROTO_READY): scripts/proto-requirements.txt

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import secrets
 import subprocess
@@ -99,9 +100,21 @@ class Pair:
         self.engines = {side: f"{side}{name}" for side in "PD"}
         self.registered = {side: self._register(sidecar, side, memory) for side, sidecar in (("P", p), ("D", d))}
         self._local = block_lists_to_pb(case.lists("D"))
+        self.handshake_seconds = self.handshake()
+
+    def handshake(self) -> float:
+        """Seconds of one, which finds what a former one has made."""
+        request = pb.HandshakeRequest(engine_id=self.engines["D"], ticket=self.ticket())
         began = time.perf_counter()
-        d.stub.Handshake(pb.HandshakeRequest(engine_id=self.engines["D"], ticket=self.ticket()), timeout=60)
-        self.handshake_seconds = time.perf_counter() - began
+        self.d.stub.Handshake(request, timeout=60)
+        return time.perf_counter() - began
+
+    def beside(self, name: str, memory: Memory) -> Pair:
+        """A further engine at D, with memory of its own, that reads from the same one at P; without a handshake yet."""
+        other = copy.copy(self)
+        other.engines = {**self.engines, "D": name}
+        other.registered = {**self.registered, "D": other._register(self.d, "D", memory)}
+        return other
 
     def _register(self, sidecar: Sidecar, side: str, memory: Memory) -> pb.RegisterCacheResponse:
         handles = memory.handles(self.case, side)

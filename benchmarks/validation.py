@@ -3,19 +3,23 @@
 Two D sidecars read the same blocks of one P.  The one is as it is.  The other announces its reads just the same, so
 that P polls, but waits for no answer and believes in what it finds: it is what kvxfer would be without leases.
 
-    python benchmarks/validation.py --mib 64
-    UCX_TLS=tcp python benchmarks/validation.py --mib 64
+    python -m benchmarks.validation --mib 64
+    UCX_TLS=tcp python -m benchmarks.validation --mib 64
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import statistics
+from collections.abc import Callable
 from typing import Any
 
-from read_blocks import WARM_UP, Case, Sidecars, shared
+from benchmarks.caches import Case, Memory, Order, largest, memory
+from benchmarks.results import Spread, in_turn
+from benchmarks.sidecars import Pair, Sidecar
 
 #: A sidecar that does not wait for grants.
 UNCHECKED = """
@@ -39,28 +43,30 @@ main()
 
 def run(case: Case, rounds: int) -> dict[str, Any]:
     """All rounds of a case."""
-    times: list[tuple[float, float]] = []
-    with shared(case) as (directory, local, remote):
-        mains = (("-m", "kvxfer"), ("-c", UNCHECKED))
-        sidecars = Sidecars(case, directory, local, remote, rounds + WARM_UP, mains)
-        try:
-            for i in range(rounds + WARM_UP):
-                order = (0, 1) if i % 2 else (1, 0)
-                found = {reader: sidecars.once(reader)[0] for reader in order}
-                if i >= WARM_UP:
-                    times.append((found[0], found[1]))
-        finally:
-            sidecars.close()
-    low, middle, high = statistics.quantiles((a / b for a, b in times), n=4)
+    mains = {"checked": ("-m", "kvxfer"), "unchecked": ("-c", UNCHECKED)}
+    with contextlib.ExitStack() as stack:
+        place = stack.enter_context(memory(largest([case])))
+        p = stack.enter_context(Sidecar(place.directory, "p"))
+        readers = {n: stack.enter_context(Sidecar(place.directory, n, main=main)) for n, main in mains.items()}
+        pairs = {name: Pair(p, d, case, place, name) for name, d in readers.items()}
+        seen = in_turn({name: _checked(pair, place) for name, pair in pairs.items()}, rounds)
     return {
-        "bytes": case.block * case.blocks * case.layers,
-        "order": "scrambled" if case.scrambled else "contiguous",
+        "bytes": case.bytes,
+        "order": case.order,
         "transport": os.environ.get("UCX_TLS", "default"),
         "rounds": rounds,
-        "checked_ms": round(statistics.median(a for a, _ in times) * 1e3, 3),
-        "unchecked_ms": round(statistics.median(b for _, b in times) * 1e3, 3),
-        "ratio": [round(x, 3) for x in (low, middle, high)],
+        **{f"{name}_ms": round(statistics.median(seconds) * 1e3, 3) for name, seconds in seen.items()},
+        "ratio": Spread.ratio(seen["checked"], seen["unchecked"]).rounded(),
     }
+
+
+def _checked(pair: Pair, place: Memory) -> Callable[[], float]:
+    def once() -> float:
+        seconds, _ = pair.read()
+        place.check(pair.case)
+        return seconds
+
+    return once
 
 
 def main() -> None:
@@ -72,8 +78,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=60)
     arguments = parser.parse_args()
     blocks = max(1, round(arguments.mib * 2**20 / arguments.block / arguments.layers))
-    for scrambled in (False, True):
-        print(json.dumps(run(Case(arguments.block, blocks, arguments.layers, scrambled), arguments.rounds), indent=1))
+    orders: tuple[Order, ...] = ("contiguous", "scrambled")
+    for order in orders:
+        case = Case(arguments.block, blocks, arguments.layers, order)
+        print(json.dumps(run(case, arguments.rounds), indent=1))
 
 
 if __name__ == "__main__":

@@ -164,9 +164,20 @@ def test_every_kvxfer_command_of_the_makefile_exists() -> None:
 
 
 def test_every_script_that_make_runs_exists() -> None:
-    scripts = re.findall(r"^\t\$\(\w+\)(?:/bin)?/python (\S+\.py)", (ROOT / "Makefile").read_text(), re.M)
-    assert "benchmarks/read_blocks.py" in scripts
+    makefile = (ROOT / "Makefile").read_text()
+    scripts = re.findall(r"^\t\$\(\w+\)(?:/bin)?/python (\S+\.py)", makefile, re.M)
+    scripts += re.findall(r"^\t(scripts/\S+)", makefile, re.M)
+    assert {"scripts/gen_proto.py", "scripts/bench.sh"} <= set(scripts)
     assert all((ROOT / script).is_file() for script in scripts)
+
+
+def test_every_benchmark_that_is_told_of_exists() -> None:
+    told = [re.findall(r"-m (benchmarks[\w.]*)", page.read_text()) for page in (*console.pages(), ROOT / "Makefile")]
+    modules = {module for found in told for module in found}
+    assert {"benchmarks", "benchmarks.validation"} <= modules
+    for module in modules:
+        path = ROOT.joinpath(*module.split("."))
+        assert path.with_suffix(".py").is_file() or (path / "__main__.py").is_file(), module
 
 
 def test_the_readme_makes_the_directory_that_its_example_uses() -> None:

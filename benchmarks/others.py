@@ -1,0 +1,98 @@
+"""ReadBlocks over TCP against what a user would take instead: Mooncake's transfer engine, a plain gRPC byte stream.
+
+Both are tried in two ways, and compared with is the better one: Mooncake as it is, and with as many lasting connections
+as it allows; messages of one block, and of 1 MiB.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import statistics
+from collections.abc import Callable, Mapping
+
+from benchmarks.caches import Case, Memory, largest, memory
+from benchmarks.mooncake import MOST_LANES, Mooncake
+from benchmarks.reads import BLOCK, BLOCKS, MIB, SIZE, size_of
+from benchmarks.results import Effort, Line, Section, Spread, in_turn
+from benchmarks.sidecars import Pair, Sidecar
+from benchmarks.stream import Stream
+
+TITLE = "ReadBlocks, Mooncake's transfer engine, a gRPC byte stream"
+
+#: Its rate is at least so many times that of Mooncake, and of the stream.
+MOONCAKE, STREAM = 1.5, 3.0
+_ROUNDS = 20
+
+
+def run(effort: Effort) -> Section:
+    """Measure; every byte of every read is looked at.
+
+    :raises SystemExit: UCX may use something else than TCP, as the others do; or Mooncake is not installed.
+    """
+    if os.environ.get("UCX_TLS") != "tcp":
+        raise SystemExit("others: what is compared are ways over TCP: UCX_TLS=tcp")
+    section = Section()
+    chosen = [Case.of(SIZE, block) for block in BLOCKS]
+    with contextlib.ExitStack() as stack:
+        place = stack.enter_context(memory(largest(chosen)))
+        engines = {
+            name: stack.enter_context(Mooncake(place, lanes))
+            for name, lanes in (("mooncake", 0), ("mooncake_lanes", MOST_LANES))
+        }
+        stream = stack.enter_context(Stream(place))
+        p, d = (stack.enter_context(Sidecar(place.directory, side)) for side in "pd")
+        for case in chosen:
+            _measure(section, case, place, Pair(p, d, case, place), engines, stream, effort)
+    return section
+
+
+def _measure(
+    section: Section,
+    case: Case,
+    place: Memory,
+    pair: Pair,
+    engines: Mapping[str, Mooncake],
+    stream: Stream,
+    effort: Effort,
+) -> None:
+    promised = case.block == BLOCK
+    readers = {
+        "kvxfer": lambda: pair.read()[0],
+        **{name: engine.prepare(case) for name, engine in engines.items()},
+        "grpc_block": stream.prepare(case),
+        "grpc_mib": stream.prepare(case, MIB),
+    }
+    rounds = effort.rounds(_ROUNDS if promised else _ROUNDS // 2)
+    seen = in_turn({name: _checked(read, place, case) for name, read in readers.items()}, rounds)
+    pair.close()
+    best = {
+        what: min(names, key=lambda name: statistics.median(seen[name]))
+        for what, names in (("Mooncake", tuple(engines)), ("gRPC stream", ("grpc_block", "grpc_mib")))
+    }
+    ratios = {what: Spread.ratio(seen[name], seen["kvxfer"]) for what, name in best.items()}
+    section.add(
+        "others",
+        bytes=case.bytes,
+        block=case.block,
+        order=case.order,
+        rounds=rounds,
+        **{f"{name}_ms": round(statistics.median(seconds) * 1e3, 3) for name, seconds in seen.items()},
+        **{f"{name}_gbs": round(case.bytes / statistics.median(seconds) / 1e9, 3) for name, seconds in seen.items()},
+        best=list(best.values()),
+        rate_to_mooncake=ratios["Mooncake"].rounded(),
+        rate_to_grpc=ratios["gRPC stream"].rounded(),
+    )
+    if promised:
+        for name, limit in (("Mooncake", MOONCAKE), ("gRPC stream", STREAM)):
+            what = f"rate of ReadBlocks / {name}, TCP, {size_of(case.bytes)} in blocks of {size_of(case.block)}"
+            section.lines.append(Line.median("4", what, ratios[name], limit, least=True))
+
+
+def _checked(read: Callable[[], float], place: Memory, case: Case) -> Callable[[], float]:
+    def once() -> float:
+        seconds = read()
+        place.check(case)
+        return seconds
+
+    return once
