@@ -12,6 +12,7 @@ import argparse
 import logging
 import time
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -65,9 +66,8 @@ def main() -> None:
     events = Events(Metrics(), "decode-0", "incarnation")
     for sources in (1, 4):
         ended = cast(Any, transfer(sources))
-        print(
-            f"a transfer of {sources} sources has ended: {each(lambda t=ended: events.transfer_ended(t), times):.1f} us"
-        )
+        spent = each(partial(events.transfer_ended, ended), times)
+        print(f"a transfer of {sources} sources has ended: {spent:.1f} us")
     reader = Reader("decode-0", Rank(), "incarnation")
     ref = ReadRef("prefill-0", Rank(), "incarnation", "request-1", bytes(16), reader, 1, "transfer-1")
 
