@@ -201,6 +201,7 @@ class Transfers:
         if announce is not None:
             for source in link.sources:
                 self._announce(transfer, source, announce)
+            await asyncio.sleep(0)  # the calls go out with the loop's next turn
         try:
             await self._resolve(transfer, spec, link, now)
         except BaseException:
