@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import ipaddress
 import re
 from collections.abc import Iterator, Mapping
@@ -108,6 +109,7 @@ def address(value: str, field: str) -> str:
     return value
 
 
+@functools.lru_cache(maxsize=4096)
 def _is_host(host: str) -> bool:
     """Whether a host of the right characters is an address, or a name that nobody can take for a damaged one."""
     try:

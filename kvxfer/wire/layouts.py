@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Final
 
 from kvxfer.core.errors import KvxferError, Reason
@@ -47,7 +48,11 @@ _Format = tuple[tuple[Component, ...], int, int]
 def rank_from_pb(message: pb.Rank, field: str) -> Rank:
     """:raises KvxferError: FIELD_INVALID."""
     with under(field):
-        return Rank(message.tp_rank, message.tp_size, message.pp_rank, message.pp_size)
+        return _rank(message.tp_rank, message.tp_size, message.pp_rank, message.pp_size)
+
+
+#: Every message of a read names ranks, the same few ones again and again.
+_rank: Final = functools.lru_cache(maxsize=4096)(Rank)
 
 
 def rank_to_pb(rank: Rank) -> pb.Rank:

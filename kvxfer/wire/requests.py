@@ -84,7 +84,7 @@ class TransferSpec:
     """What to read.
 
     :param transfer_id: empty where the caller gave none.
-    :param digest: equal exactly for equal content.
+    :param digest: of a spec with a transfer ID: equal exactly for equal content.
     """
 
     engine_id: str
@@ -251,7 +251,7 @@ def spec_from_pb(message: pb.TransferSpec, where: str = "spec") -> TransferSpec:
         local_blocks=local,
         skip_tokens=tokens(message.skip_tokens, at(where, "skip_tokens")),
         num_tokens=end,
-        digest=hashlib.sha256(message.SerializeToString(deterministic=True)).digest(),
+        digest=hashlib.sha256(message.SerializeToString(deterministic=True)).digest() if message.transfer_id else b"",
     )
 
 

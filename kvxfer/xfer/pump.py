@@ -5,8 +5,8 @@ The event loop hands it commands through a queue; results come back in batches, 
 
 How often the thread polls depends on what is at stake:
 
-* requests posted here, or a peer reading from here (``spinning``): without pause at first, then yielding the processor
-  between polls, then with naps of some tens of microseconds, so that other processes on a small machine keep running;
+* requests posted here, or a peer reading from here (``spinning``): without pause, yielding the processor between polls,
+  then with naps of some tens of microseconds, so that other processes on a small machine keep running;
 * peers that may post at any moment (``connected``): every few milliseconds.  A target that does not poll while a reader
   posts and dies can be aborted by the transport when it polls again, so this interval must stay below 10 ms;
 * peers known (this side reads from them), and something was under way a moment ago: as often, for a second, since what
@@ -127,20 +127,18 @@ class Driver(Protocol):
 class PumpSettings:
     """The rhythm of the pump; seconds.
 
-    :param spin: how long to poll without pause after the last event.
-    :param yielding: how long after that to give the processor away between polls, before napping.
+    :param yielding: how long after the last event to poll without pause, giving the interpreter and the processor away
+        in between; naps follow.
     :param nap: length of a nap; must be short against a read (the kernel adds about 50 us).
     :param interval: between two polls while peers may post and nothing is under way; at most 10 ms.
     """
 
-    spin: float = 0.0003
     yielding: float = 0.02
     nap: float = 0.00002
     interval: float = 0.005
 
     def __post_init__(self) -> None:
         for name, low, high in (
-            ("spin", 0.0, 0.1),
             ("yielding", 0.0, 10.0),
             ("nap", 0.0, 0.01),
             ("interval", 1e-4, 0.01),
@@ -334,9 +332,7 @@ class Pump:
             lingering = self._peers > 0 and quiet < _LINGER
             often = self._connected > 0 or lingering or self._watch.failing
             return self._settings.interval if often else None
-        if quiet < self._settings.spin:
-            return 0.0
-        if quiet < self._settings.spin + self._settings.yielding:
+        if quiet < self._settings.yielding:
             time.sleep(0)  # lets the event loop have the interpreter ...
             os.sched_yield()  # ... and other processes the core
             return 0.0
@@ -455,7 +451,9 @@ class Pump:
         self.counters.post_seconds += result.post_seconds
         self.counters.move_seconds += result.move_seconds
         self._settle(job, result)
-        self._flush()  # freeing can wait, the reader should not
+        self._flush()
+        if len(self._posted) <= 1 and self._commands.empty():
+            time.sleep(self._settings.nap)  # freeing can wait, the reader should not: it needs the interpreter now
         self._retire(job)
         return True
 
