@@ -55,10 +55,52 @@ def blocks(axes: Axes, rows: Rows) -> None:
     axes.set_ylabel("GB/s")
 
 
+def others(axes: Axes, rows: Rows) -> None:
+    """Rates over TCP by the size of a block."""
+    line = sorted(rows, key=lambda r: int(r["block"]))
+    sizes = [r["block"] / KIB for r in line]
+    for name, colour, style, what in (
+        ("kvxfer_gbs", _BLUE, "-", "ReadBlocks"),
+        ("mooncake_gbs", _RED, "-", "Mooncake"),
+        ("mooncake_lanes_gbs", _RED, "--", "Mooncake, 16 connections"),
+        ("grpc_block_gbs", _GOLD, "-", "gRPC stream, a block a message"),
+        ("grpc_mib_gbs", _GOLD, "--", "gRPC stream, 1 MiB a message"),
+    ):
+        axes.plot(sizes, [r[name] for r in line], color=colour, linestyle=style, marker="o", markersize=3, label=what)
+    axes.set_xscale("log", base=2)
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("KiB of a block in one layer; reads of 64 MiB over TCP, scrambled")
+    axes.set_ylabel("GB/s")
+
+
+def resolving(axes: Axes, rows: Rows) -> None:
+    """Milliseconds to turn block IDs into descriptor numbers, against the length of the prompt."""
+    for shape, colour in zip(dict.fromkeys(str(r["shape"]) for r in rows), (_BLUE, _GOLD, _RED), strict=False):
+        line = sorted((r for r in rows if r["shape"] == shape), key=lambda r: int(r["tokens"]))
+        tokens = [r["tokens"] for r in line]
+        for name, style, what in (("kvxfer_ms", "-", "kvxfer"), ("vllm_ms", "--", "vLLM's connector")):
+            axes.plot(
+                tokens,
+                [r[name] for r in line],
+                color=colour,
+                linestyle=style,
+                marker="o",
+                markersize=3,
+                label=f"{shape}, {what}",
+            )
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.xaxis.set_major_formatter(lambda x, _: f"{x:,.0f}")
+    axes.set_xlabel("tokens of the prompt")
+    axes.set_ylabel("ms to resolve")
+
+
 #: Pictures by name: the rows that they are made of, and how.
 PICTURES: Mapping[str, tuple[str, Callable[[Axes, Rows], None]]] = {
     "bench-ratio": ("reads", ratios),
     "bench-blocks": ("reads", blocks),
+    "bench-others": ("others", others),
+    "bench-resolve": ("resolving", resolving),
 }
 
 

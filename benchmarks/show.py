@@ -105,6 +105,46 @@ TABLES: Mapping[str, tuple[str, Mapping[str, Cell]]] = {
             "slowest, ms": of("slowest_ms"),
         },
     ),
+    "others": (
+        "others",
+        {
+            "blocks of": sized("block"),
+            "ReadBlocks, GB/s": of("kvxfer_gbs"),
+            "Mooncake": of("mooncake_gbs"),
+            "with 16 connections": of("mooncake_lanes_gbs"),
+            "gRPC, a block a message": of("grpc_block_gbs"),
+            "1 MiB a message": of("grpc_mib_gbs"),
+            "ReadBlocks / Mooncake": spread("rate_to_mooncake"),
+            "/ 16 connections": spread("rate_to_mooncake_lanes"),
+            "/ gRPC, a block": spread("rate_to_grpc_block"),
+            "/ 1 MiB": spread("rate_to_grpc_mib"),
+        },
+    ),
+    "idle": (
+        "idle",
+        {
+            "side": of("side"),
+            "peers": of("peers"),
+            "calm after, s": of("calm_after"),
+            "share of a core": of("share", "{:.2%}"),
+        },
+    ),
+    "handshakes": ("handshakes", {"handshake": of("what"), "ms": of("ms"), "most, ms": of("most_ms")}),
+    "memory": (
+        "memory",
+        {"for each": of("what"), "P, KiB": of("P_kib"), "D, KiB": of("D_kib")},
+    ),
+    "lasting": (
+        "lasting",
+        {
+            "side": of("side"),
+            "reads": of("reads", "{:,}"),
+            "reads a second": of("rate"),
+            "memory, KiB": of("memory_kib", "{:,}"),
+            "files": of("files"),
+            "threads": of("threads"),
+        },
+    ),
     "resolving": (
         "resolving",
         {
