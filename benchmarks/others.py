@@ -1,7 +1,7 @@
 """ReadBlocks over TCP against what a user would take instead: Mooncake's transfer engine, a plain gRPC byte stream.
 
-Promised is something against Mooncake as it comes, and against a stream of one block a message, which is what people write
-first.  Both are also tried in the better way: as many lasting connections as Mooncake allows, messages of 1 MiB.
+Promised is something against Mooncake as it comes, and against a stream of one block a message, which is what people
+write first.  Both are also tried in the better way: as many lasting connections as Mooncake allows, messages of 1 MiB.
 """
 
 from __future__ import annotations
