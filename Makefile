@@ -64,8 +64,9 @@ containers: $(CONTAINERS_READY) ## build the image, and test pods of it (Docker;
 	@echo "Container engine: $$(scripts/containers.sh engine)"
 	KVXFER_CONTAINERS=$(CONTAINERS) $(BIN)/pytest tests/containers $(PYTEST_ARGS)
 
+# A dozen processes import all of vLLM: it is to be compiled once.
 engines: $(ENGINES_READY) ## real vLLM engines on the CPU, with kvxfer between them; installs vLLM into .venv-engines
-	KVXFER_ENGINES=1 $(ENGINES)/bin/python -m pytest tests/engines/vllm $(PYTEST_ARGS)
+	PYTHONDONTWRITEBYTECODE= KVXFER_ENGINES=1 $(ENGINES)/bin/python -m pytest tests/engines/vllm $(PYTEST_ARGS)
 
 lint: $(DEV_READY) ## ruff and buf: style, format, breaking changes; nothing is changed
 	$(BIN)/ruff check .

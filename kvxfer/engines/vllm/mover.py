@@ -92,6 +92,7 @@ class Mover:
             thread.start()
         self._incarnation = ""
         self._fresh: Registered | None = None
+        self._session: Session | None = None
         self._followers: list[threading.Thread] = []
 
     # -- the session -----------------------------------------------------------------------------------------------
@@ -130,6 +131,7 @@ class Mover:
 
     def follow(self, session: Session) -> None:
         """Begin to learn what becomes of transfers and leases."""
+        self._session = session
         for name, watch, saw in (
             ("transfers", self._client.watch, self._saw_transfer),
             ("leases", self._client.watch_leases, self._saw_lease),
@@ -184,6 +186,11 @@ class Mover:
         """Whether there are blocks that peers may read."""
         return bool(self._published)
 
+    @property
+    def away(self) -> bool:
+        """Whether the sidecar is known to be gone, and not known to be back."""
+        return self._session is not None and self._session.registered is None
+
     def take_registered(self) -> Registered | None:
         """The registration, where it is another one than at the last call."""
         with self._lock:
@@ -217,6 +224,13 @@ class Mover:
             if read.cancelled:
                 self._later(self._return, reading.ticket)
             if read.cancelled or not read.incarnation or read.incarnation != self._incarnation:
+                self._received(read, failed=True)
+                return
+            if self.away:
+                # What it has not been asked for it does not do, also once it is back.  A read that it may have heard of
+                # waits for its word, or its successor's.
+                absent = KvxferError(Reason.PEER_UNREACHABLE, "the sidecar is away", target=self._client.target)
+                log.warning("request %s is not read: %s", reading.request_id, absent)
                 self._received(read, failed=True)
                 return
             read.at = _At.CALLING
@@ -299,8 +313,8 @@ class Mover:
 
     def _publish(self, publication: Publication, written: Callable[[], None]) -> None:
         incarnation = publication.incarnations.get(self._rank.number, "")
-        if not incarnation or incarnation != self._incarnation:
-            # Its ticket names a registration that is gone: nobody can read it.
+        if not incarnation or incarnation != self._incarnation or self.away:
+            # Its ticket names a registration that is gone, or the sidecar is away and not asked: nobody can read it.
             self._finish_publication(publication)
             return
         written()

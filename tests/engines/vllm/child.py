@@ -1,17 +1,20 @@
-"""An engine's process: vLLM's own engine, stepped as its own loop would, and told through a pipe what to do.
+"""An engine's process: vLLM's own engine, stepped as its own loop would, and told through a pipe what to do; or vLLM's
+own server.
 
-Imported ahead by the server that these processes are forked from: importing vLLM takes most of an engine's start.
+Imported ahead by the process that these are forked from: importing vLLM takes most of an engine's start.
 """
 
 from __future__ import annotations
 
 import ctypes
+import multiprocessing
 import os
+import runpy
 import signal
 import sys
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -31,6 +34,29 @@ def prepare(log: str, environment: Mapping[str, str]) -> None:
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     os.environ.update(environment)
+
+
+def import_no_more() -> None:
+    """Keep vLLM from importing itself once more, in a process of its own, to look at a model's class: that would be for
+    the sake of CUDA."""
+    from vllm.model_executor.models import registry
+
+    registry._run_in_subprocess = lambda look: look()
+
+
+def serve(log: str, directory: str, environment: Mapping[str, str], module: str, arguments: Sequence[str]) -> None:
+    """Be a server: a Python module that is run as a program, in a process group of its own."""
+    prepare(log, environment)
+    os.setsid()
+    os.chdir(directory)
+    if module.startswith("vllm"):
+        import_no_more()
+        # On the CPU vLLM spawns its engine, with an environment for OpenMP's threads: here there is one thread.
+        from vllm.v1.engine import utils
+
+        utils.get_mp_context = lambda: multiprocessing.get_context("fork")
+    sys.argv = [module, *arguments]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
 def write_models(log: str, directory: str) -> None:
@@ -72,6 +98,7 @@ class InProcess:
 
     def __init__(self, args: dict[str, Any]) -> None:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        import_no_more()
         from vllm.config import KVTransferConfig
         from vllm.engine.arg_utils import EngineArgs
         from vllm.v1.engine.llm_engine import LLMEngine
@@ -127,6 +154,12 @@ class InProcess:
         """Requests that the scheduler knows, and blocks that are free."""
         pool = self._scheduler.kv_cache_manager.block_pool
         return {"requests": len(self._scheduler.requests), "free_blocks": pool.get_num_free_blocks()}
+
+    def sidecar_is_away(self) -> bool:
+        """Whether the connector knows that its sidecar is gone."""
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        return bool(get_kv_transfer_group().worker.mover.away)
 
     def zero(self, component: str, blocks: list[list[int]]) -> int:
         """Zero one component in some blocks of the cache.

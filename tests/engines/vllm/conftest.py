@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.chaos.report import write_section
+from tests.engines.vllm.baselines import Baselines
 from tests.engines.vllm.models import MODELS, Model
 from tests.engines.vllm.pairs import Pair, Workshop, pair
 from tests.engines.vllm.processes import Answer, Forks
@@ -47,12 +48,15 @@ class Seen:
 
 
 _SEEN = pytest.StashKey[Seen]()
+_FORKS = pytest.StashKey[Forks]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
     if REQUIRED and MISSING:
         raise pytest.UsageError("vLLM is not installed in this environment; `make engines` makes one that has it")
     config.stash[_SEEN] = Seen()
+    if REQUIRED and not config.option.collectonly:
+        config.stash[_FORKS] = Forks()  # gets ready while tests are collected, which takes as long
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -82,17 +86,26 @@ def seen(request: pytest.FixtureRequest) -> Seen:
 
 
 @pytest.fixture(scope="session")
-def workshop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
+def workshop(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Workshop:
     """Where engines are made.  Models and logs are kept for a while, as everything that pytest keeps."""
-    found = Workshop(Forks(), tmp_path_factory.mktemp("engines"))
+    found = Workshop(request.config.stash.get(_FORKS, None) or Forks(), tmp_path_factory.mktemp("engines"))
     found.forks.make_models(found.directory)
     return found
 
 
 @pytest.fixture(scope="session")
-def truths(workshop: Workshop) -> dict[str, list[Answer]]:
-    """What the monolithic engine of a model answers, as far as somebody has asked already."""
-    return {}
+def baselines(request: pytest.FixtureRequest, workshop: Workshop) -> Iterator[Baselines]:
+    """What will be compared with."""
+    wanted = models_of(request.session, "truth")
+    with Baselines(workshop, wanted, models_of(request.session, "nixl")) as found:
+        yield found
+
+
+def models_of(session: pytest.Session, fixture: str) -> list[str]:
+    """With which models tests ask for a fixture, in the order of the tests."""
+    items = [item for item in session.items if isinstance(item, pytest.Function)]
+    names = [item.callspec.params["model"] for item in items if fixture in item.fixturenames]
+    return list(dict.fromkeys(names))
 
 
 @pytest.fixture(scope="session", params=list(MODELS))
@@ -102,11 +115,15 @@ def model(request: pytest.FixtureRequest) -> Model:
 
 
 @pytest.fixture(scope="session")
-def truth(workshop: Workshop, model: Model, truths: dict[str, list[Answer]]) -> list[Answer]:
+def truth(model: Model, baselines: Baselines) -> list[Answer]:
     """The monolithic engine's answers to the prompts."""
-    if model.name not in truths:
-        truths[model.name] = workshop.monolithic(model)
-    return truths[model.name]
+    return baselines.truth(model.name)
+
+
+@pytest.fixture(scope="session")
+def nixl(model: Model, baselines: Baselines) -> list[Answer]:
+    """The answers of two engines with vLLM's own connector."""
+    return baselines.nixl(model.name)
 
 
 @pytest.fixture(scope="session")
@@ -117,7 +134,7 @@ def plain() -> Iterator[list[SidecarProcess]]:
 
 
 @pytest.fixture(scope="session")
-def engines(workshop: Workshop, model: Model, plain: list[SidecarProcess], truth: list[Answer]) -> Iterator[Pair]:
+def engines(workshop: Workshop, model: Model, plain: list[SidecarProcess]) -> Iterator[Pair]:
     """P and D of a model."""
     began = time.monotonic()
     with pair(workshop, model, plain) as found:

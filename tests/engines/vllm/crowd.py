@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
+import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -80,23 +81,28 @@ def crowd(
     clients: int,
     rounds: int,
     seed: int = 1,
-    longest_patience: float = 3.0,
+    first_patience: float = 1.0,
 ) -> Crowd:
     """Have ``clients`` ask ``rounds`` times each, one after the other; every tenth request is hung up on.
 
+    When, is drawn from the time that the last answer took: somewhere between the queue at P and the last token of D.
+
     :param right: what must be said to each prompt; ``None``: whatever.
-    :param longest_patience: before a client hangs up, seconds.
+    :param first_patience: taken for that time as long as there is no answer, seconds.
     """
     numbers = itertools.count()
     draw = random.Random(seed)
     found = Crowd()
+    usual = first_patience
 
     async def client(session: aiohttp.ClientSession) -> None:
+        nonlocal usual
         for _ in range(rounds):
             number = next(numbers)
             which = number % len(prompts)
             request = ask(session, url, body(prompts[which], tokens), f"crowd-{seed}-{number}")
-            patience = draw.uniform(0, longest_patience) if number % 10 == 3 else PATIENCE
+            patience = draw.uniform(0, 0.8 * usual) if number % 10 == 3 else PATIENCE
+            began = time.monotonic()
             try:
                 answer = said(await asyncio.wait_for(request, patience))
             except asyncio.TimeoutError:
@@ -109,6 +115,7 @@ def crowd(
                 found.errors[str(error)[:500]] += 1
                 continue
             found.finished += 1
+            usual = time.monotonic() - began
             if right is not None and answer != right[which]:
                 found.wrong.append((which, answer))
 

@@ -128,17 +128,28 @@ class Pair:
 
 @contextlib.contextmanager
 def side(
-    workshop: Workshop, name: str, model: Model, sidecar: SidecarProcess, extra: dict[str, Any], **args: Any
+    workshop: Workshop,
+    name: str,
+    model: Model,
+    sidecar: SidecarProcess,
+    extra: dict[str, Any],
+    *,
+    leave_none: bool = True,
+    **args: Any,
 ) -> Iterator[Side]:
-    """An engine that is starting, on a sidecar."""
+    """An engine that is starting, on a sidecar.
+
+    :param leave_none: wait in the end until the sidecar has nothing of it: what nobody has read is held for a while.
+    """
     engine_id = f"{model.name}-{name}-{next(_numbers)}"
     transfer = kvxfer(sidecar.socket, engine_id, **extra)
     with workshop.engine(name, model, transfer, **args) as engine:
         found = Side(engine, sidecar, engine_id)
         yield found
-        if engine.process.is_alive():
+        if engine.alive:
             engine.stop()
-            gone(sidecar, engine_id)
+            if leave_none:
+                gone(sidecar, engine_id)
         found.client.close()
 
 
@@ -155,7 +166,7 @@ def pair(
     """Engines that are up.
 
     :param p: more settings of P's connector; ``d``: of D's.
-    :param args: more arguments of both engines.
+    :param args: more arguments of both, as for :func:`side`.
     """
     with (
         side(workshop, "p", model, sidecars[0], p or {}, **args) as left,

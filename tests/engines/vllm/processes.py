@@ -10,15 +10,29 @@ import os
 import random
 import signal
 import socket
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from multiprocessing import connection, forkserver
 from pathlib import Path
 from typing import Any
 
 from tests.engines.vllm import child
+from tests.engines.vllm.models import MODELS
 from tests.engines.vllm.settings import ENVIRONMENT, Transfer
 
 _numbers = itertools.count()
+
+#: What an engine or a server would import at its start.
+PRELOAD = (
+    "vllm.entrypoints.openai.api_server",
+    "vllm.v1.engine.llm_engine",
+    "vllm.v1.worker.cpu_worker",
+    *(f"vllm.model_executor.models.{name}" for name in MODELS),
+    "transformers",
+    "kvxfer.engines.vllm.connector",
+    child.__name__,
+)
 
 #: Seconds.  An engine starts in four on an idle machine.
 START = 120.0
@@ -58,31 +72,45 @@ def free_port() -> int:
 
 
 class Forks:
-    """Where engines are forked from.  There is one, for it takes a while to get ready."""
+    """Where engines are forked from.  There is one, for it takes a while to get ready; it begins at once."""
 
     def __init__(self) -> None:
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["vllm.v1.engine.llm_engine", "transformers", child.__name__])
+        self._context.set_forkserver_preload(list(PRELOAD))
+        # Whoever starts a process also looks which ones have ended, and of each that can be learnt only once.
+        self._lock = threading.Lock()
         with _environment(ENVIRONMENT):
-            from multiprocessing import forkserver
-
             forkserver.ensure_running()
 
     def pipe(self) -> tuple[Any, Any]:
         return self._context.Pipe()
 
-    def process(self, target: Any, *args: Any) -> Any:
-        return self._context.Process(target=target, args=args, daemon=True)
+    def start(self, target: Any, *args: Any, daemon: bool = True) -> Any:
+        """A process that calls ``target``.
+
+        :param daemon: it has no children.
+        """
+        process = self._context.Process(target=target, args=args, daemon=daemon)
+        with self._lock:
+            process.start()
+        return process
+
+    def ended(self, process: Any, seconds: float = 0) -> int | None:
+        """Wait so long for a process's end at most; its exit code, ``None`` where it goes on."""
+        connection.wait([process.sentinel], seconds)
+        with self._lock:
+            code: int | None = process.exitcode
+        return code
 
     def make_models(self, directory: Path) -> None:
         """All the models."""
         log = directory / "models.log"
-        process = self.process(child.write_models, str(log), str(directory))
-        process.start()
-        process.join(START)
-        if process.exitcode != 0:
-            process.kill()
-            raise AssertionError(f"the models were not made ({process.exitcode}):\n{log.read_text()}")
+        log.touch()
+        process = self.start(child.write_models, str(log), str(directory))
+        if (code := self.ended(process, START)) != 0:
+            if code is None:
+                process.kill()
+            raise AssertionError(f"the models were not made ({code}):\n{log.read_text()}")
 
 
 class EngineProcess:
@@ -97,11 +125,10 @@ class EngineProcess:
         self.name = f"{name}-{next(_numbers)}"
         self.log_path = directory / f"{self.name}.log"
         self.log_path.touch()
+        self._forks = forks
         self._pipe, theirs = forks.pipe()
-        self.process = forks.process(
-            child.run, theirs, str(self.log_path), transfer.environment if transfer else {}, args
-        )
-        self.process.start()
+        variables = transfer.environment if transfer else {}
+        self.process = forks.start(child.run, theirs, str(self.log_path), variables, args)
         theirs.close()
         self.at_start: dict[str, int] = {}
 
@@ -160,8 +187,8 @@ class EngineProcess:
                 raise AssertionError(f"engine {self.name} says nothing for {seconds} s:\n{self.log()}")
             problem, value = self._pipe.recv()
         except (EOFError, ConnectionError):
-            self.process.join(10)
-            raise AssertionError(f"engine {self.name} has ended ({self.process.exitcode}):\n{self.log()}") from None
+            code = self._forks.ended(self.process, 10)
+            raise AssertionError(f"engine {self.name} has ended ({code}):\n{self.log()}") from None
         if problem:
             raise AssertionError(f"engine {self.name}: {problem}")
         return value
@@ -178,23 +205,27 @@ class EngineProcess:
         """What it has written since."""
         return self.log_path.read_bytes()[size:].decode(errors="replace")
 
+    @property
+    def alive(self) -> bool:
+        return self._forks.ended(self.process) is None
+
     def kill(self) -> None:
         """SIGKILL, at once."""
         os.kill(self.process.pid, signal.SIGKILL)
-        self.process.join(10)
+        self._forks.ended(self.process, 10)
 
     def stop(self) -> None:
         """A clean end; anything else is a failure."""
         self._pipe.send(("stop", {}))
         self._receive(ANSWER)
-        self.process.join(ANSWER)
-        assert self.process.exitcode == 0, f"engine {self.name} ended {self.process.exitcode}:\n{self.log()}"
+        code = self._forks.ended(self.process, ANSWER)
+        assert code == 0, f"engine {self.name} ended {code}:\n{self.log()}"
 
     def __enter__(self) -> EngineProcess:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self.process.is_alive():
+        if self.alive:
             self.kill()
         self._pipe.close()
 

@@ -17,7 +17,7 @@ class Row:
     :param noticed: components that were zeroed, and missed.
     :param nixl: answers that were equal to those with NixlConnector.
     :param read: bytes that D's sidecar read for all of them.
-    :param seconds: of the whole, engines' starts included.
+    :param seconds: of P's prefills and D's answers.
     """
 
     model: str

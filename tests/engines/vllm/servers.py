@@ -1,4 +1,4 @@
-"""vLLM's own server, started as a user starts it, and the router in front of two of them."""
+"""vLLM's own server, and the router in front of two: run as a user runs them, with all imports done already."""
 
 from __future__ import annotations
 
@@ -6,26 +6,18 @@ import contextlib
 import os
 import re
 import signal
-import subprocess
-import sys
 import urllib.error
 import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 
-from tests.engines.vllm.processes import free_port
-from tests.engines.vllm.settings import environment
+from tests.engines.vllm import child
+from tests.engines.vllm.processes import Forks, free_port
 from tests.support.processes import until
 
 #: Seconds until a server serves, on a machine that has other things to do.
-START = 420.0
-#: Ends with the test, also where that is killed; and a process group of its own, to end all that it has started.
-_MAIN = (
-    "import ctypes, os, runpy, signal, sys; ctypes.CDLL(None).prctl(1, signal.SIGKILL)\n"
-    "if os.getppid() != {parent}: raise SystemExit\n"
-    "sys.argv = sys.argv[1:]; runpy.run_module(sys.argv[0], run_name='__main__', alter_sys=True)"
-)
+START = 300.0
 
 
 class Server:
@@ -34,24 +26,19 @@ class Server:
     A context manager: ends them, in whatever way.
     """
 
-    def __init__(self, name: str, directory: Path, module: str, flags: Sequence[str], **variables: str) -> None:
+    def __init__(
+        self, forks: Forks, name: str, directory: Path, module: str, flags: Sequence[str], **variables: str
+    ) -> None:
         self.name = name
+        self._forks = forks
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.log_path = directory / f"{name}.log"
-        root = Path(__file__).parents[3]
-        paths = {"PYTHONPATH": f"{root}:{root / 'clients' / 'python'}"}
-        command = [sys.executable, "-c", _MAIN.format(parent=os.getpid()), module, "--port", str(self.port), *flags]
-        with self.log_path.open("wb") as log:
-            self.process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env=environment({**paths, **variables}),
-                cwd=directory,
-                start_new_session=True,
-            )
+        self.log_path.touch()
+        arguments = ["--port", str(self.port), *flags]
+        self.process = forks.start(
+            child.serve, str(self.log_path), str(directory), variables, module, arguments, daemon=False
+        )
 
     def ready(self) -> Server:
         """Wait until it says that it is well."""
@@ -59,8 +46,8 @@ class Server:
         return self
 
     def _is_ready(self) -> bool:
-        if self.process.poll() is not None:
-            raise AssertionError(f"{self.name} has ended ({self.process.returncode}):\n{self.log()}")
+        if (code := self._forks.ended(self.process)) is not None:
+            raise AssertionError(f"{self.name} has ended ({code}):\n{self.log()}")
         try:
             self._get("/health")
         except OSError:
@@ -85,7 +72,9 @@ class Server:
         """SIGKILL to all its processes, at once."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait(20)
+        if self._forks.ended(self.process) is None:
+            self.process.kill()  # it may not have had its group yet
+            self._forks.ended(self.process, 20)
 
     def __enter__(self) -> Server:
         return self
@@ -93,11 +82,9 @@ class Server:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self.process.poll() is None and error is None:
+        if self._forks.ended(self.process) is None and error is None:
             self.process.terminate()
-            try:
-                self.process.wait(60)
-            except subprocess.TimeoutExpired:
+            if self._forks.ended(self.process, 60) is None:
                 self.kill()
-                raise AssertionError(f"{self.name} did not stop:\n{self.log()}") from None
+                raise AssertionError(f"{self.name} did not stop:\n{self.log()}")
         self.kill()  # whatever it has left behind

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,13 +24,6 @@ ENVIRONMENT: Final = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_SSM_CONV_STATE_LAYOUT": "DS",
 }
-
-
-def environment(extra: Mapping[str, str]) -> dict[str, str]:
-    """Of a process that runs an engine: nothing that the test's own environment says about any of this gets through."""
-    private = ("KVXFER_", "NIXL_", "OMP_", "UCX_", "VLLM_")
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith(private)}
-    return {**inherited, **ENVIRONMENT, **extra}
 
 
 @dataclass(frozen=True)

@@ -35,6 +35,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from kvxfer.engines.vllm import KvxferConnector
 from kvxfer.engines.vllm.connector import FreshRanks, RankMetadata, StepMetadata
+from tests.engines.vllm.child import import_no_more
 
 BLOCK, BLOCKS = 16, 64
 #: Tokens of which a state layer keeps no more than one state.
@@ -142,6 +143,12 @@ class Engine:
     @property
     def free(self) -> int:
         return self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def here() -> None:
+    """A configuration takes as long as importing vLLM does, otherwise."""
+    import_no_more()
 
 
 # -- what vLLM calls ---------------------------------------------------------------------------------------------------

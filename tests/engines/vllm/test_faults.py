@@ -9,9 +9,10 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from threading import Timer
+from threading import Event
 from typing import Any
 
 import numpy as np
@@ -46,12 +47,16 @@ Params = dict[str, Any]
 
 @dataclass
 class Scene:
-    """P and D, with a network to break between their sidecars, and a third sidecar for another P."""
+    """P and D, with a network to break between their sidecars, and a third sidecar for another P.
+
+    :param supervisor: starts sidecars while D is busy; its thread outlives them, because they end with it.
+    """
 
     workshop: Workshop
     pair: Pair
     network: Network
     third: SidecarProcess
+    supervisor: ThreadPoolExecutor
 
     def restart(self, which: Side) -> None:
         """Start a sidecar again that has been killed, and wait for its engine."""
@@ -65,11 +70,12 @@ class Scene:
 
 
 @pytest.fixture(scope="module")
-def scene(workshop: Workshop, model: Model, truth: list[Answer]) -> Iterator[Scene]:
+def scene(workshop: Workshop, model: Model) -> Iterator[Scene]:
     """Engines outside, sidecars in network namespaces of their own: they meet through Unix sockets."""
     if reason := why_not():
         pytest.skip(reason)
     with ExitStack() as stack:
+        supervisor = stack.enter_context(ThreadPoolExecutor(1))
         directory = stack.enter_context(shared_directory())
         network = Network(["p", "d", "third"])
         stack.callback(network.close)
@@ -83,8 +89,9 @@ def scene(workshop: Workshop, model: Model, truth: list[Answer]) -> Iterator[Sce
             process.ready()
         common: Params = {"compatibility_key": KEY}
         of_d = {**common, "read_timeout": READ_TIMEOUT}
-        engines = stack.enter_context(pair(workshop, model, processes, p={**common, "lease_ttl": LEASE}, d=of_d))
-        yield Scene(workshop, engines, network, processes[2])
+        of_p = {**common, "lease_ttl": LEASE}
+        engines = stack.enter_context(pair(workshop, model, processes, p=of_p, d=of_d, leave_none=False))
+        yield Scene(workshop, engines, network, processes[2], supervisor)
 
 
 # -- faults: before D reads, and while it does -----------------------------------------------------------------------
@@ -104,7 +111,7 @@ def another_p(dtype: str = "", **settings: Any) -> Source:
     def start(scene: Scene) -> Iterator[Side]:
         model = replace(scene.pair.model, dtype=dtype or scene.pair.model.dtype)
         told = {"compatibility_key": KEY, **settings}
-        with side(scene.workshop, "other-p", model, scene.third, told) as found:
+        with side(scene.workshop, "other-p", model, scene.third, told, leave_none=False) as found:
             found.engine.ready()
             yield found
 
@@ -194,15 +201,33 @@ def p_killed(scene: Scene) -> Iterator[None]:
 
 
 @contextmanager
-def d_killed(scene: Scene) -> Iterator[None]:
-    """D waits for it: nobody else can say that nothing is written into its blocks any more."""
-    scene.pair.d.sidecar.kill()
-    supervisor = Timer(2.0, scene.pair.d.sidecar.start)
-    supervisor.start()
+def d_away(scene: Scene) -> Iterator[None]:
+    """From when D knows it, its sidecar is not asked."""
+    d = scene.pair.d
+    d.sidecar.kill()
+    until(lambda: d.engine.call("sidecar_is_away"), what="that D misses its sidecar")
     yield
-    supervisor.join()
-    scene.pair.d.sidecar.ready()
-    scene.wait_registered(scene.pair.d)
+    scene.restart(d)
+
+
+@contextmanager
+def d_killed(scene: Scene) -> Iterator[None]:
+    """While it reads, D waits for it: nobody else can say that nothing is written into its blocks any more."""
+    d = scene.pair.d
+
+    def kill_and_restart() -> None:
+        until(lambda: any(not transfer.state.ended for transfer in d.transfers()), what="the read")
+        d.sidecar.kill()
+        Event().wait(2.0)
+        d.sidecar.start()
+
+    with scene.network.cut("p", "d"):
+        restarted = scene.supervisor.submit(kill_and_restart)
+        yield
+        assert restarted.done(), "D has not waited"
+        restarted.result()
+    d.sidecar.ready()
+    scene.wait_registered(d)
 
 
 @contextmanager
@@ -232,7 +257,8 @@ CASES = (
     Case("P's sidecar is killed", UNMET, meanwhile=p_killed),
     Case("P's sidecar is stopped", SILENT, meanwhile=p_stopped),
     Case("the network is cut", SILENT, meanwhile=lambda scene: scene.network.cut("p", "d")),
-    Case("D's sidecar is killed, and restarted after 2 s", ("PEER_UNREACHABLE", ""), meanwhile=d_killed),
+    Case("D's sidecar is dead", ("PEER_UNREACHABLE",), meanwhile=d_away),
+    Case("D's sidecar is killed while it reads, and restarted after 2 s", ("PEER_UNREACHABLE", ""), meanwhile=d_killed),
 )
 
 

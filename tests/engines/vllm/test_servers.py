@@ -20,11 +20,11 @@ from kvxfer_client import Client, TransferState
 if importlib.util.find_spec("vllm") is None:  # and aiohttp, which comes with it
     pytest.skip("vLLM is not installed here: run `make engines`", allow_module_level=True)
 
+from tests.engines.vllm.baselines import Baselines
 from tests.engines.vllm.conftest import Seen
 from tests.engines.vllm.crowd import Said, complete, crowd, expected, said
 from tests.engines.vllm.models import MODELS, Model
 from tests.engines.vllm.pairs import PROMPTS, TOKENS, Workshop, registered
-from tests.engines.vllm.processes import Answer
 from tests.engines.vllm.proxy import PREFILL
 from tests.engines.vllm.servers import Server
 from tests.engines.vllm.settings import engine_args, flags, kvxfer
@@ -121,13 +121,19 @@ def street(workshop: Workshop, model: Model, module: str = "kvxfer.engines.vllm"
             line = flags(engine_args(model, str(workshop.directory / model.name), transfer, **args))
             images = str(workshop.directory / f"{name}.images")
             server = Server(
-                name, workshop.directory, "vllm.entrypoints.openai.api_server", line, KVXFER_TEST_IMAGES=images
+                workshop.forks,
+                name,
+                workshop.directory,
+                "vllm.entrypoints.openai.api_server",
+                line,
+                KVXFER_TEST_IMAGES=images,
+                VLLM_ENABLE_V1_MULTIPROCESSING="0",  # of an engine's worker: it lives in the engine's process
             )
             found.append(Behind(stack.enter_context(server), sidecar, name))
         p, d = found
         line = ["--prefill", p.server.url, "--decode", d.server.url]
         router = stack.enter_context(
-            Server(f"{model.name}-router", workshop.directory, "tests.engines.vllm.proxy", line)
+            Server(workshop.forks, f"{model.name}-router", workshop.directory, "tests.engines.vllm.proxy", line)
         )
         for server in (p.server, d.server, router):
             server.ready()
@@ -136,19 +142,13 @@ def street(workshop: Workshop, model: Model, module: str = "kvxfer.engines.vllm"
             each.client.close()
 
 
-def truth_of(workshop: Workshop, truths: dict[str, list[Answer]], model: Model) -> list[Said]:
-    if model.name not in truths:
-        truths[model.name] = workshop.monolithic(model)
-    return [expected(answer) for answer in truths[model.name]]
-
-
 # -- one request a step: batching can not change the numerics --------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
-def alone(workshop: Workshop, truths: dict[str, list[Answer]]) -> Iterator[tuple[Street, list[Said]]]:
+def alone(workshop: Workshop, baselines: Baselines) -> Iterator[tuple[Street, list[Said]]]:
     model = MODELS["qwen3"]
-    right = truth_of(workshop, truths, model)
+    right = [expected(answer) for answer in baselines.truth(model.name)]
     began = time.monotonic()
     with street(workshop, model, enable_prefix_caching=True, skip_tokenizer_init=False) as found:
         print(f"two servers up after {time.monotonic() - began:.1f} s")
@@ -212,9 +212,9 @@ def back(which: Behind) -> None:
 
 
 @pytest.fixture(scope="module")
-def together(workshop: Workshop, truths: dict[str, list[Answer]]) -> Iterator[tuple[Street, list[Said]]]:
+def together(workshop: Workshop, baselines: Baselines) -> Iterator[tuple[Street, list[Said]]]:
     model = MODELS["nemotron_h"]
-    right = truth_of(workshop, truths, model)
+    right = [expected(answer) for answer in baselines.truth(model.name)]
     with street(workshop, model, "tests.engines.vllm.observer", max_num_seqs=16, skip_tokenizer_init=False) as found:
         yield found, right
 

@@ -334,6 +334,26 @@ def test_nothing_is_read_while_the_sidecar_is_away(world: World) -> None:
     assert world.client.quiet
 
 
+@pytest.mark.parametrize("back", [False, True])
+def test_a_sidecar_that_is_away_is_not_asked(world: World, back: bool) -> None:
+    """Nor does the read wait for it: it need not come back."""
+    world.mover._session = session = Held()  # type: ignore[assignment]
+    session.registered = registered() if back else None
+    world.begin(Step(read=(READING,)))
+    assert world.settled() == (FREE if back else Results(received={"r"}, failed={"r"}))
+    assert world.client.quiet == (not back)
+
+
+def test_what_a_sidecar_may_have_heard_of_waits_for_it(world: World) -> None:
+    name = world.posted()
+    world.mover._session = Held()  # type: ignore[assignment]
+    world.mover._session.registered = None
+    world.begin(Step(read=(replace(READING, request_id="another"),)))
+    assert world.settled() == Results(received={"another"}, failed={"another"})
+    world.mover._saw_transfer(transfer(name, TransferState.DONE))
+    assert world.mover.take() == Results(received={"r"})
+
+
 def test_a_read_of_the_former_registration_is_not_begun(world: World) -> None:
     gate = threading.Event()
     world.begin(Step(read=(READING,)), lambda: gate.wait(10))
@@ -420,6 +440,15 @@ def test_a_ticket_of_a_former_registration_is_not_published(world: World, now: s
     assert world.client.quiet
 
 
+def test_a_sidecar_that_is_away_is_not_told(world: World) -> None:
+    """Blocks that nobody can have heard of are free: it need not come back."""
+    world.mover._session = session = Held()  # type: ignore[assignment]
+    session.registered = None
+    world.begin(Step(publish=(PUBLICATION,)))
+    assert world.settled() == Results(sent={"r"})
+    assert world.client.quiet
+
+
 def test_with_the_registration_its_publications_are_gone(world: World) -> None:
     published(world)
     world.mover.lost(error(Reason.PEER_UNREACHABLE), "one")
@@ -451,6 +480,7 @@ class Held:
 
     def __init__(self) -> None:
         self.error: KvxferError | None = None
+        self.registered: Registered | None = registered()
 
     def wait_registered(self) -> Registered:
         return registered()
