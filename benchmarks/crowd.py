@@ -170,7 +170,7 @@ def _beside(section: Section, pair: Pair, effort: Effort) -> None:
             asked = request((at := next(rest)), at + 1)
             time.sleep(pause.uniform(0.0, 0.02))  # at any moment of the large one
             small.append(timed(asked))
-    pair.memory.check(pair.case, blocks)
+    pair.memory.check(pair.case, min(blocks, large + len(alone) + len(small)))
     big = statistics.median(stream)
     shares = sorted(s / big for s in small)
     section.add(
