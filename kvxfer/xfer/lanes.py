@@ -46,8 +46,8 @@ _log = logging.getLogger(__name__)
 
 #: Reads of at least so many bytes are split.  Below, what splitting costs (some 0.2 ms) is more than it saves.
 SPLIT_BYTES: Final = 8 * 2**20
-#: No part is much larger; a small read waits for one of them at most, some milliseconds of copying.
-PART_BYTES: Final = 32 * 2**20
+#: No part is much larger; a small read waits for one of them at most, a millisecond or two of copying.
+PART_BYTES: Final = 4 * 2**20
 
 T = TypeVar("T")
 

@@ -47,9 +47,13 @@ _log = logging.getLogger(__name__)
 _LINGER: Final = 1.0
 #: Commands taken between two polls, so that a burst of them does not starve the requests in flight.
 _BURST: Final = 32
-#: Requests of at least so many bytes wait until nothing else is to be done, and are then posted one at a time: posting
-#: may take as long as copying.
-BULK_BYTES: Final = 4 * 2**20
+#: Requests of at least so many bytes are bulk.  They wait until nothing else is to be done, and are then posted one at
+#: a time: posting may take as long as copying.
+BULK_BYTES: Final = 2**20
+#: No more bulk is under way than moves in so many seconds, but one request always.  More would wait inside the
+#: transport, where nothing small can pass it; and over TCP on one host it would have left the processor's cache before
+#: the other side takes it.
+BULK_SECONDS: Final = 0.001
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +162,7 @@ class Job:
     :param wanted: asked once, right before posting: false means that nobody waits for it any more.
     :param settle: called on the loop with the result, once, when it is done, has failed or was not posted.
     :param let_go: called on the loop, once, when the library has freed the request (or was destroyed).
+    :param bulk: bytes of bulk that were under way once it was posted; 0 where it is none.
     :param kept: it has failed, but some of it may still be moving; freed only with the agent.
     """
 
@@ -172,6 +177,7 @@ class Job:
     taken: float = 0.0
     started: float = 0.0
     returned: float = 0.0
+    bulk: int = 0
     kept: bool = False
 
 
@@ -192,6 +198,7 @@ class Pump:
         self._loop = asyncio.get_running_loop()
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._bulk: deque[Job] = deque()
+        self._bulk_rate = 0.0  # bytes a second
         self._outbox: deque[Callable[[], None]] = deque()
         self._wakeup_pending = False
         self._spinning = 0
@@ -294,7 +301,8 @@ class Pump:
         while not self._stopping:
             self._watch.turn()
             self._take(self._patience())
-            if self._bulk:
+            if self._may_post_bulk():
+                self._bulk[0].bulk = self._bulk[0].bytes + sum(job.bytes for job in self._posted if job.bulk)
                 self._post(self._bulk.popleft())
                 self._flush()
             asked = self._spinning > 0 or self._connected > 0 or self._peers > 0
@@ -320,12 +328,18 @@ class Pump:
         self._outbox.append(lambda: None if self._ended.done() else self._ended.set_result(None))
         self._flush()
 
+    def _may_post_bulk(self) -> bool:
+        if not self._bulk:
+            return False
+        under_way = sum(job.bytes for job in self._posted if job.bulk)
+        return not under_way or under_way + self._bulk[0].bytes <= self._bulk_rate * BULK_SECONDS
+
     def _stop(self) -> None:
         self._stopping = True
 
     def _patience(self) -> float | None:
         """How long to wait for a command before the next poll; None: until one comes."""
-        if self._bulk:
+        if self._may_post_bulk():
             return 0.0
         quiet = time.perf_counter() - self._last_event
         if not (self._posted or self._lingering or self._spinning > 0):
@@ -450,6 +464,8 @@ class Pump:
         self.counters.bytes += job.bytes
         self.counters.post_seconds += result.post_seconds
         self.counters.move_seconds += result.move_seconds
+        if job.bulk:  # all that was ahead of it has moved as well
+            self._bulk_rate = max(job.bulk / (now - job.started), 0.75 * self._bulk_rate)
         self._settle(job, result)
         self._flush()
         if len(self._posted) <= 1 and self._commands.empty():

@@ -149,6 +149,31 @@ async def test_a_small_read_does_not_wait_for_all_parts_of_a_large_one(
     assert [blocks for thread, blocks in order if thread == small] == [8, 1, 8]
 
 
+async def test_bulk_does_not_pile_up_in_the_transport(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lane has one part under way, and more only where they are gone in a moment; small reads always go."""
+    monkeypatch.setattr(pump, "BULK_BYTES", SPLIT)
+    monkeypatch.setattr(pump, "BULK_SECONDS", 0.0)
+    world.fabric.hold()
+    large = world.reader.submit(await world.make(32))  # four parts
+    await until(lambda: world.fabric.posts == 2, 5.0)
+    small = world.reader.submit(await world.make(1))
+    await until(lambda: world.fabric.posts == 3, 5.0)
+    for lane in world.lanes:
+        await lane.metadata()  # it has come by, and posted nothing more
+    assert world.fabric.posts == 3
+    world.fabric.let_go()
+    await asyncio.gather(large, small)
+    assert world.fabric.posts == 5
+    assert np.array_equal(world.into[BLOCK:], world.expected(32)[BLOCK:])  # the small one went into the first block
+    # It has seen how fast bulk moves, and with an hour ahead of it all of it may go at once.
+    monkeypatch.setattr(pump, "BULK_SECONDS", 3600.0)
+    world.fabric.hold()
+    large = world.reader.submit(await world.make(32))
+    await until(lambda: world.fabric.posts == 9, 5.0)
+    world.fabric.let_go()
+    await large
+
+
 async def test_no_notice_before_the_last_part_is_done(world: World) -> None:
     """Both parts are under way: nobody may be told yet."""
     with world.source.serving():
