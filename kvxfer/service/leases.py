@@ -39,6 +39,8 @@ log = structlog.get_logger()
 MAX_EARLY: Final = 65_536
 MAX_EARLY_EACH: Final = 1_024
 EARLY_TTL: Final = 60.0
+#: What is due of leases that have ended before may be so many entries, and as many as leases are held.
+SPARE_DUE: Final = 1_024
 #: Reads that may wait at once for their request to be published.
 MAX_WAITING: Final = 4_096
 
@@ -364,6 +366,11 @@ class Leases:
 
     # -- small things ----------------------------------------------------------------------------------------------
 
+    def _is_due(self, due: float, number: int, request_id: str) -> bool:
+        """Whether a lease has to be looked at then: it has not ended, and nothing is due before."""
+        entry = self._known.get(request_id)
+        return entry is not None and entry.lease.number == number and not entry.told and entry.due == due
+
     def _is_to_come(self, request_id: str, token: bytes) -> bool:
         """Whether a request may still be published: it is unknown, or what is known of its ID has ended."""
         entry = self._known.get(request_id)
@@ -397,6 +404,9 @@ class Leases:
             if (due := lease.due()) < entry.due:
                 entry.due = due
                 heapq.heappush(self._due, (due, lease.number, lease.request_id))
+                if len(self._due) > 2 * self._live + SPARE_DUE:
+                    self._due = [waiting for waiting in self._due if self._is_due(*waiting)]
+                    heapq.heapify(self._due)
             return
         entry.told = True
         self._live -= 1

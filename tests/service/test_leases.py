@@ -659,3 +659,22 @@ async def test_unregistering_while_nobody_hears_of_the_end_of_a_read(
     await reading.stub.UnregisterCache(pb.UnregisterCacheRequest(engine_id="engine-d"))
     assert link._users == 0
     assert not registration.links._open
+
+
+async def test_leases_that_end_early_leave_nothing_that_is_due(
+    held: tuple[Leases, PublishBlocks, ReadRef], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A hold may be long and a read short: what would have been due in ten minutes is not kept till then."""
+    monkeypatch.setattr(service_leases, "SPARE_DUE", 4)
+    leases, record, _ = held
+    record = replace(record, ttl=600.0)
+    leases.publish(replace(record, request_id="stays"))
+    for number in range(100):
+        leases.publish(replace(record, request_id=f"r{number}"))
+        leases.withdraw(f"r{number}", record.lease_token)
+    assert len(leases._due) <= 2 * 2 + 4
+    assert len(leases) == 1
+    # What is held is still looked at in time.
+    leases.tick(time.monotonic() + 601.0)
+    assert len(leases) == 0
+    assert leases.totals.expired == 1
