@@ -125,7 +125,6 @@ TABLES: Mapping[str, tuple[str, Mapping[str, Cell]]] = {
         {
             "side": of("side"),
             "peers": of("peers"),
-            "calm after, s": of("calm_after"),
             "share of a core": of("share", "{:.2%}"),
         },
     ),
