@@ -22,7 +22,7 @@ from kvxfer.wire.blocks import block_lists_to_pb
 TITLE = "Many reads at once"
 AT_ONCE = (1, 4, 16, 64, 256)
 #: Requests of a round, and bytes of each.
-REQUESTS, EACH = 256, 4 * MIB
+REQUESTS, EACH = 256, 2 * MIB
 BLOCK, LAYERS = 64 * KIB, 16
 #: Many reads at once move at least this share of what one after another does.
 LEAST_RATE = 0.95
@@ -35,11 +35,11 @@ WAIT = 0.1
 def run(effort: Effort) -> Section:
     """Measure on the transport that UCX is set to."""
     section = Section()
-    total = GIB if effort.share >= 1 else GIB // 4
-    with memory(total + 64 * MIB) as place, Sidecar(place.directory, "p") as p, Sidecar(place.directory, "d") as d:
+    total, large = (GIB // 2, GIB) if effort.share >= 1 else (GIB // 8, GIB // 4)
+    with memory(large + 64 * MIB) as place, Sidecar(place.directory, "p") as p, Sidecar(place.directory, "d") as d:
         # Every block is used, in blocks of one layer for the small reads and in 16 for the others.
         _crowds(section, Pair(p, d, Case(BLOCK, total // BLOCK // LAYERS, LAYERS, spare=1), place), effort)
-        _beside(section, Pair(p, d, Case(BLOCK, total // BLOCK + 64, 1, spare=1), place, "wide"), effort)
+        _beside(section, Pair(p, d, Case(BLOCK, large // BLOCK + 64, 1, spare=1), place, "wide"), effort)
     return section
 
 
@@ -56,7 +56,7 @@ def _crowds(section: Section, pair: Pair, effort: Effort) -> None:
     # One large for four small ones, of 16 and of 1 block in each layer.
     mixed = [16, 1, 1, 1, 1] * (case.blocks // 20)
     for name, sizes in (("same", same), ("mixed", mixed)):
-        rounds = effort.rounds(7)
+        rounds = effort.rounds(5)
         rates: dict[int, list[float]] = {n: [] for n in AT_ONCE}
         slowest: dict[int, list[float]] = {n: [] for n in AT_ONCE}
         for number in range(-1, rounds):

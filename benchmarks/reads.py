@@ -56,7 +56,10 @@ def _measure(section: Section, case: Case, place: Memory, p: Sidecar, d: Sidecar
     )
     first, _ = pair.read()
     place.check(case)
-    rounds = effort.rounds(min(40, max(8, 2 * GIB // case.bytes)))
+    # Small reads are cheap, and their ratios vary most; of large ones the whole suite could wait for.
+    rounds = effort.rounds(40 if case.bytes < SIZE else 20 if case.block >= BLOCK else 12, 3)
+    if case.bytes > SIZE:
+        rounds = effort.rounds(10 if case.bytes < GIB else 6, 3)
     ours: list[tuple[float, dict[str, float]]] = []
 
     def read() -> Sample:
