@@ -20,7 +20,7 @@ from kvxfer.pb import transfer_pb2 as pb
 from kvxfer.wire.blocks import block_lists_to_pb
 
 TITLE = "Many reads at once"
-AT_ONCE = (1, 4, 16, 64, 256)
+AT_ONCE = (1, 16, 256)
 #: Requests of a round, and bytes of each.
 REQUESTS, EACH = 256, 2 * MIB
 BLOCK, LAYERS = 64 * KIB, 16

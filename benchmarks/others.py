@@ -22,7 +22,7 @@ TITLE = "ReadBlocks, Mooncake's transfer engine, a gRPC byte stream"
 
 #: Its rate is at least so many times that of Mooncake, and of the stream.
 MOONCAKE, STREAM = 1.5, 3.0
-_ROUNDS = 16
+_ROUNDS = 12
 
 
 def run(effort: Effort) -> Section:
@@ -63,7 +63,7 @@ def _measure(
         "grpc_block": stream.prepare(case),
         "grpc_mib": stream.prepare(case, MIB),
     }
-    rounds = effort.rounds(_ROUNDS if promised else _ROUNDS // 2)
+    rounds = effort.rounds(_ROUNDS if promised else _ROUNDS // 3)
     seen = in_turn({name: _checked(read, place, case) for name, read in readers.items()}, rounds)
     pair.close()
     ratios = {name: Spread.ratio(seconds, seen["kvxfer"]) for name, seconds in seen.items() if name != "kvxfer"}

@@ -57,9 +57,9 @@ def _measure(section: Section, case: Case, place: Memory, p: Sidecar, d: Sidecar
     first, _ = pair.read()
     place.check(case)
     # Small reads are cheap, and their ratios vary most; of large ones the whole suite could wait for.
-    rounds = effort.rounds(40 if case.bytes < SIZE else 20 if case.block >= BLOCK else 12, 3)
+    rounds = effort.rounds(40 if case.bytes < SIZE else 16 if case.block >= BLOCK else 8, 3)
     if case.bytes > SIZE:
-        rounds = effort.rounds(10 if case.bytes < GIB else 6, 3)
+        rounds = effort.rounds(8 if case.bytes < GIB else 5, 3)
     ours: list[tuple[float, dict[str, float]]] = []
 
     def read() -> Sample:

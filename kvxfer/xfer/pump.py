@@ -468,7 +468,7 @@ class Pump:
             self._bulk_rate = max(job.bulk / (now - job.started), 0.75 * self._bulk_rate)
         self._settle(job, result)
         self._flush()
-        if len(self._posted) <= 1 and self._commands.empty():
+        if len(self._posted) <= 1 and not self._bulk and self._commands.empty():
             time.sleep(self._settings.nap)  # freeing can wait, the reader should not: it needs the interpreter now
         self._retire(job)
         return True

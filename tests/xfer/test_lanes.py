@@ -122,6 +122,24 @@ async def test_no_part_is_very_large(world: World) -> None:
     assert world.notes == [("reader", b"done")]
 
 
+async def test_parts_are_larger_where_posting_copies(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the last large read did it; what only sends while it posts has small parts."""
+    sizes = []
+    for held in (False, True, False):
+        read = await world.make(32)
+        sizes.append(len(read.parts))  # type: ignore[attr-defined]
+        if held:
+            world.fabric.hold()
+        waiting = world.reader.submit(read)
+        if held:
+            posts = world.fabric.posts
+            await until(lambda n=posts: world.fabric.posts > n or n >= 6, 5.0)  # type: ignore[misc]
+            await asyncio.gather(*(lane.metadata() for lane in world.lanes))
+            world.fabric.let_go()
+        await waiting
+    assert sizes == [4, 2, 4]  # nothing is known; it was copied; it was not
+
+
 async def test_a_small_read_does_not_wait_for_all_parts_of_a_large_one(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
