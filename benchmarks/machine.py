@@ -21,7 +21,6 @@ def facts() -> dict[str, str]:
         "processor": cpu,
         "cores": str(len(os.sched_getaffinity(0))),
         "memory": f"{int(total) / 2**20:.0f} GiB",
-        "kernel": platform.release(),
         "Python": platform.python_version(),
         "kvxfer": __version__,
         **{name: _version(name) for name in ("nixl", "grpcio", "protobuf", "numpy", "uvloop")},
