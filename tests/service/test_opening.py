@@ -120,7 +120,11 @@ async def test_a_source_stops_polling_when_the_read_has_ended(
         await really_close(record, timeout)
 
     monkeypatch.setattr(source.client, "close_read", late)
-    await reading.stub.ReadBlocks(reading.request())
     readers = reading.p.nodes[0].sidecar.registrations.get("engine-p").readers
+    reading.fabric.hold()
+    running = asyncio.ensure_future(reading.stub.ReadBlocks(reading.request()))
+    await soon(lambda: readers.open_reads == 1)  # or the notification might overtake OpenRead
+    reading.fabric.let_go()
+    await running
     await soon(lambda: readers.open_reads == 0)
     closing.set()

@@ -404,6 +404,8 @@ async def events_until(call: Any, transfer_id: str, state: int) -> list[pb.Trans
 async def test_watching_tells_every_change_in_order(reading: Reading) -> None:
     await reading.d.handshake(reading.ticket())
     await reading.stub.ReadBlocks(reading.request("t0"))
+    # Its end is told once everything is given back, which is after the answer.
+    await reading.d.nodes[0].sidecar.registrations.get("engine-d").transfers.get("t0").finished.wait()
     call = reading.stub.WatchTransfers(pb.WatchTransfersRequest(engine_id="engine-d", include_current=True))
     first = await call.read()
     assert (first.event.transfer.transfer_id, first.event.transfer.state) == ("t0", DONE)
