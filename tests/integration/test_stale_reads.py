@@ -22,6 +22,7 @@ from kvxfer.service.opening import Grant
 from kvxfer.service.peer_client import GrpcPeerClient
 from kvxfer.wire.peer import Granted, OpenRead
 from kvxfer.wire.tickets import Ticket
+from kvxfer.xfer.api import ReadState
 from tests.support.engines import as_bytes
 from tests.support.errors import refusal
 from tests.support.loopback import STRIDE, Cluster, Reading, new_cluster, small_lists, soon
@@ -235,15 +236,18 @@ async def test_what_ends_after_the_granted_time_does_not_count(checked: bool, mo
     """P may free the blocks when the time that it has granted is over, and D does not hear of it."""
     async with new_cluster() as cluster:
         scene = await pair(cluster, read_grant=0.05)
-        link = next(iter(scene.d.nodes[0].sidecar.registrations.get("engine-d").links))
-        source, before = link.sources[0], (await link.engine.info()).counters.done
+        registered = scene.d.nodes[0].sidecar.registrations.get("engine-d")
+        source = next(iter(registered.links)).sources[0]
         really = source.client.open_read
+
+        def moved() -> bool:
+            live = registered.transfers.current()[-1].live  # none while it is not known yet
+            return bool(live) and live[0].read.state is ReadState.DONE
 
         async def slow(record: OpenRead, timeout: float) -> Granted:
             answer = await really(record, timeout)
-            await soon(lambda: leases_of(scene).open_reads == 0)  # the answer takes longer than the grant
-            while (await link.engine.info()).counters.done == before:  # and than the READ: it needs no more time
-                continue
+            # The answer takes longer than the grant; and than the READ, which needs no more time then.
+            await soon(lambda: leases_of(scene).open_reads == 0 and moved())
             return answer
 
         monkeypatch.setattr(source.client, "open_read", slow)
