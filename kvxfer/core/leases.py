@@ -295,19 +295,23 @@ class Lease:
         grant.until = max(grant.until, min(now + seconds, grant.opened + longest))
         return grant.until - now
 
-    def finished(self, key: ReadKey, now: float) -> None:
+    def finished(self, key: ReadKey, now: float) -> bool:
         """The transport says that the last byte of a READ was read; anybody may say so.
 
         Of a read that was granted in a settled lease that is the end.  Before it was settled only the reader can tell,
         and of a read that is not granted yet it means nothing until it is.
+
+        :returns: whether it was the end of an open read.
         """
         self.tick(now)
         grant = self._grants.get(key)
         if grant is not None:
             if grant.settled:
                 self.close(key, 0, now, done=True)
-        elif not self.ended and key not in self._closed and now - self.published >= SETTLED:
+            return grant.settled
+        if not self.ended and key not in self._closed and now - self.published >= SETTLED:
             self._remember(key, True)
+        return False
 
     def close(self, key: ReadKey, readers: int, now: float, *, done: bool) -> None:
         """A read has ended; told again it changes nothing.

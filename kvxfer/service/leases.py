@@ -288,7 +288,7 @@ class Leases:
     def finished(self, notice: ReadNotice) -> bool:
         """The transport says that a READ has completed; anybody may say so, and what does not fit means nothing.
 
-        :returns: whether it was said by somebody who may read.
+        :returns: whether an open read has ended by it; one that may have come too early is read again under its grant.
         """
         entry = self._known.get(notice.request_id)
         if entry is None or not hmac.compare_digest(entry.lease.token, notice.lease_token):
@@ -296,8 +296,8 @@ class Leases:
         reader = notice.reader
         key = ReadKey(reader.engine_id, reader.rank, reader.incarnation, notice.transfer_id)
         with contextlib.suppress(KvxferError), self._changing(entry) as lease:
-            lease.finished(key, time.monotonic())
-        return True
+            return lease.finished(key, time.monotonic())
+        return False
 
     def _keep_early(self, request_id: str, early: _Early) -> None:
         known = self._early.setdefault(request_id, {})

@@ -198,11 +198,11 @@ class Transfers:
 
     async def _make(self, spec: TransferSpec, link: Link, now: bool, announce: float | None) -> Transfer:
         transfer = Transfer(spec, link, next(self._numbers))
-        if announce is not None:
-            for source in link.sources:
-                self._announce(transfer, source, announce)
-            await asyncio.sleep(0)  # the calls go out with the loop's next turn
         try:
+            if announce is not None:
+                for source in link.sources:
+                    self._announce(transfer, source, announce)
+                await asyncio.sleep(0)  # the calls go out with the loop's next turn
             await self._resolve(transfer, spec, link, now)
         except BaseException:
             if transfer.openings:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from kvxfer.core.errors import Reason
+from kvxfer.core.leases import SETTLED
 from kvxfer.pb import transfer_pb2 as pb
 from kvxfer.service import transfers
 from kvxfer.service.link import LinkSource
@@ -106,10 +107,11 @@ async def test_the_end_is_told_after_the_beginning(reading: Reading, monkeypatch
     assert events == ["granted", "closed"]
 
 
+@pytest.mark.parametrize("settled", [True, False])
 async def test_a_source_stops_polling_when_the_read_has_ended(
-    reading: Reading, monkeypatch: pytest.MonkeyPatch
+    reading: Reading, settled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The notification says so before CloseRead does."""
+    """The notification says so before CloseRead does; but what may have been read too early is read again."""
     await reading.good()
     await soon(lambda: open_at_p(reading) == 0)
     source, closing = source_of(reading), asyncio.Event()
@@ -120,11 +122,20 @@ async def test_a_source_stops_polling_when_the_read_has_ended(
         await really_close(record, timeout)
 
     monkeypatch.setattr(source.client, "close_read", late)
-    readers = reading.p.nodes[0].sidecar.registrations.get("engine-p").readers
+    registered = reading.p.nodes[0].sidecar.registrations.get("engine-p")
+    readers, ticket = registered.readers, reading.ticket()
+    if settled:
+        lease = registered.leases._known[ticket.request_id].lease
+        lease.__dict__["published"] -= 2 * SETTLED
     reading.fabric.hold()
-    running = asyncio.ensure_future(reading.stub.ReadBlocks(reading.request()))
+    running = asyncio.ensure_future(reading.stub.ReadBlocks(reading.d.request(ticket, reading.d_lists)))
     await soon(lambda: readers.open_reads == 1)  # or the notification might overtake OpenRead
+    told = (await registered.engine.info()).counters.notifications
     reading.fabric.let_go()
     await running
-    await soon(lambda: readers.open_reads == 0)
+    while (await registered.engine.info()).counters.notifications == told:
+        continue
+    await registered.engine.metadata()  # what came before it has been taken
+    assert readers.open_reads == (0 if settled else 1)
     closing.set()
+    await soon(lambda: readers.open_reads == 0)
