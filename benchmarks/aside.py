@@ -16,12 +16,18 @@ class Aside:
     """Runs ``serve(*arguments)``, whose result is kept as ``told``, until the ``with`` block ends.
 
     :param serve: gives back what is worth knowing (an address), and whatever must be kept alive.
+    :param attend: what to do with the pipe and what is kept until the pipe's other end is closed, which raises.
     """
 
-    def __init__(self, serve: Callable[..., tuple[Any, object]], *arguments: object) -> None:
+    def __init__(
+        self,
+        serve: Callable[..., tuple[Any, Any]],
+        *arguments: object,
+        attend: Callable[[Connection, Any], None] | None = None,
+    ) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_run, args=(theirs, serve, *arguments), daemon=True)
+        self._process = context.Process(target=_run, args=(theirs, attend or _wait, serve, *arguments), daemon=True)
         self._process.start()
         theirs.close()
         try:
@@ -43,11 +49,21 @@ class Aside:
             self._process.join()
 
 
-def _run(pipe: Connection, serve: Callable[..., tuple[Any, object]], *arguments: object) -> None:
+def _wait(pipe: Connection, kept: object) -> None:
+    """Nothing is asked for."""
+    pipe.recv()
+
+
+def _run(
+    pipe: Connection,
+    attend: Callable[[Connection, Any], None],
+    serve: Callable[..., tuple[Any, Any]],
+    *arguments: object,
+) -> None:
     told, kept = serve(*arguments)
     pipe.send(told)
     try:
-        pipe.recv()
-    except EOFError:
+        attend(pipe, kept)
+    except (EOFError, OSError):
         del kept
-    os._exit(0)  # without the destructors of libraries, which have nothing to say here
+    os._exit(0)  # without the destructors of libraries: NIXL's can crash, and none has anything to say here

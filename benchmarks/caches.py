@@ -13,7 +13,8 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from kvxfer.core.layout import Axis, AxisKind, CacheLayout, Component, Group, GroupKind, Region, UnitRange, View
+from kvxfer.cli.bench.case import GROUP, TOKENS, dense_layout
+from kvxfer.core.layout import CacheLayout
 from kvxfer.core.resolve import BlockList
 from kvxfer.memory.handles import FileHandle
 from kvxfer_client.memory import SharedRegion
@@ -21,8 +22,6 @@ from kvxfer_client.memory import SharedRegion
 Bytes = npt.NDArray[np.uint8]
 Order = Literal["contiguous", "scattered", "scrambled"]
 
-TOKENS = 16
-GROUP = "attention"
 #: Regions begin at multiples of so many bytes.
 _PAGE = 4096
 
@@ -64,13 +63,8 @@ class Case:
 
     @property
     def layout(self) -> CacheLayout:
-        """Of both sides: one region a layer."""
-        count = self.blocks * self.spare
-        axes = (Axis(AxisKind.UNIT, 1), Axis(AxisKind.TOKEN, TOKENS), Axis(AxisKind.INNER, self.block // TOKENS // 2))
-        kv = Component("kv", "bfloat16", 2, axes, UnitRange(0, 1, 1))
-        views = tuple(View(f"layers.{i}", i, 0, self.block, count, (kv,)) for i in range(self.layers))
-        regions = tuple(Region(self.region) for _ in range(self.layers))
-        return CacheLayout(regions, (Group(GROUP, GroupKind.ATTENTION, views, TOKENS),))
+        """Of both sides."""
+        return dense_layout(self.block, self.blocks * self.spare, self.layers)
 
     def ids(self, side: str) -> npt.NDArray[np.int64]:
         """Block IDs of a side, by position."""

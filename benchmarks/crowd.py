@@ -11,10 +11,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import cycle
 
-from benchmarks.caches import GROUP, Case, memory
+from benchmarks.caches import Case, memory
 from benchmarks.reads import GIB, KIB, MIB, size_of
 from benchmarks.results import Effort, Line, Section, Spread
 from benchmarks.sidecars import Pair, Sidecar
+from kvxfer.cli.bench.case import GROUP
 from kvxfer.core.resolve import BlockList
 from kvxfer.pb import transfer_pb2 as pb
 from kvxfer.wire.blocks import block_lists_to_pb

@@ -14,9 +14,10 @@ from pathlib import Path
 import grpc
 import numpy as np
 
-from benchmarks.caches import GROUP, TOKENS, Case, Memory, largest, memory
+from benchmarks.caches import Case, Memory, largest, memory
 from benchmarks.results import Effort, Line, Section
 from benchmarks.sidecars import Pair, Sidecar
+from kvxfer.cli.bench.case import GROUP, TOKENS
 from kvxfer.core.resolve import BlockList
 from kvxfer.pb import transfer_pb2 as pb
 from kvxfer.pb import transfer_pb2_grpc

@@ -9,9 +9,7 @@ out where P's memory would be more than 2 GiB.
 from __future__ import annotations
 
 import contextlib
-import secrets
 import tempfile
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +21,7 @@ import numpy.typing as npt
 from benchmarks.least import least
 from benchmarks.prompts import lists_of
 from benchmarks.results import Effort, Line, Section
-from benchmarks.sidecars import Sidecar, phases
+from benchmarks.sidecars import Sidecar, phases, publish, read_request, register, timed_read
 from kvxfer.cli.demo.truth import Bytes, Part, noise, parts
 from kvxfer.core.layout import GroupKind
 from kvxfer.memory.handles import FileHandle
@@ -32,8 +30,6 @@ from kvxfer.pb import transfer_pb2 as pb
 from kvxfer.planning import Engine, Pair
 from kvxfer.planning.report import least_bytes, padded_bytes
 from kvxfer.wire.blocks import block_lists_to_pb
-from kvxfer.wire.requests import PublishBlocks, RegisterCache, publish_to_pb, register_to_pb
-from kvxfer.wire.tickets import Ticket, TicketRank, ticket_to_pb
 from kvxfer_client.memory import SharedRegion
 
 TITLE = "Models"
@@ -42,8 +38,6 @@ TOKENS: Final = 8_192
 NANO: Final = 40
 #: What P's memory may take in a real read.
 ROOM: Final = 2 * 2**30
-_KEY: Final = "kvxfer-bench"
-_TTL: Final = 600.0
 _PAGE: Final = 4096
 
 Config = dict[str, Any]
@@ -160,8 +154,7 @@ class Side:
             FileHandle(str(directory / name), int(at), region.size)
             for at, region in zip(starts, self.layout.regions, strict=False)
         )
-        record = RegisterCache(name, self.rank, _KEY, self.layout, handles)
-        self.registered: pb.RegisterCacheResponse = sidecar.stub.RegisterCache(register_to_pb(record), timeout=60)
+        self.registered = register(sidecar, name, self.rank, self.layout, handles)
 
     def close(self) -> None:
         """Give everything back."""
@@ -237,20 +230,10 @@ def _fitting(config: Config) -> tuple[Config, int]:
 
 def _read(source: Side, target: Side) -> tuple[float, pb.Transfer]:
     """Publish, shake hands, and read; the read is timed."""
-    lists, request_id, token = tuple(source.lists), f"bench-{secrets.token_hex(8)}", secrets.token_bytes(16)
-    record = PublishBlocks(source.name, "", request_id, lists, TOKENS, token, _TTL, None)
-    source.sidecar.stub.PublishBlocks(publish_to_pb(record), timeout=60)
-    ranks = (TicketRank(source.rank, source.registered.incarnation, source.registered.peer_address),)
-    ticket = ticket_to_pb(Ticket(source.name, _KEY, 1, 1, ranks, request_id, lists, TOKENS, token, _TTL))
-    stub = target.sidecar.stub
-    stub.Handshake(pb.HandshakeRequest(engine_id=target.name, ticket=ticket), timeout=60)
-    spec = pb.TransferSpec(engine_id=target.name, ticket=ticket, local_blocks=block_lists_to_pb(target.lists))
-    began = time.perf_counter()
-    answer = stub.ReadBlocks(pb.ReadBlocksRequest(spec=spec), timeout=120)
-    seconds = time.perf_counter() - began
-    if answer.transfer.state != pb.TRANSFER_STATE_DONE:
-        raise RuntimeError(f"a read ended as {answer.transfer}")
-    return seconds, answer.transfer
+    ticket = publish(source.sidecar, source.name, source.registered, source.lists, TOKENS)
+    shake = pb.HandshakeRequest(engine_id=target.name, ticket=ticket)
+    target.sidecar.stub.Handshake(shake, timeout=60)
+    return timed_read(target.sidecar, read_request(target.name, ticket, block_lists_to_pb(target.lists)))
 
 
 def _check(source: Side, target: Side) -> None:

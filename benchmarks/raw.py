@@ -6,17 +6,17 @@ which are the better ones here, and so are rows and index arrays.
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import time
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
-from types import TracebackType
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from benchmarks.caches import GROUP, Case, Memory
+from benchmarks.aside import Aside
+from benchmarks.caches import Case, Memory
+from kvxfer.cli.bench.case import GROUP
 from kvxfer.core.layout import Rank
 from kvxfer.core.pairing import Member, compile_plan
 from kvxfer.core.plan import RowTable
@@ -50,54 +50,34 @@ def _agent(name: str) -> Any:
     return nixl_agent(name, nixl_agent_config(enable_prog_thread=False, capture_telemetry=True))
 
 
-def _target(pipe: Connection, path: str, size: int) -> None:
-    agent = _agent("raw-target")
-    region = SharedRegion.map(FileHandle(path, 0, size))
+def _serve(path: str, size: int) -> tuple[tuple[bytes, int], Any]:
+    agent, region = _agent("raw-target"), SharedRegion.map(FileHandle(path, 0, size))
     address = region.numpy(np.uint8, (size,)).ctypes.data
     agent.register_memory([(address, size, 0, "")], "DRAM")
-    pipe.send((agent.get_agent_metadata(), address))
-    try:
-        # As a sidecar does: polling without pause while a read is under way, else every few milliseconds.
-        reading = False
-        while True:
-            if pipe.poll(0 if reading else 0.004):
-                reading = pipe.recv()
-            agent.get_new_notifs()
-            os.sched_yield()
-    except (EOFError, OSError):
-        os._exit(0)  # without destructors, which can crash where ibverbs-providers is installed
+    return (agent.get_agent_metadata(), address), (agent, region)
 
 
-class Raw:
+def _attend(pipe: Connection, kept: Any) -> None:
+    """As a sidecar does: polling without pause while a read is under way, else every few milliseconds."""
+    agent, reading = kept[0], False
+    while True:
+        if pipe.poll(0 if reading else 0.004):
+            reading = pipe.recv()
+        agent.get_new_notifs()
+        os.sched_yield()
+
+
+class Raw(Aside):
     """A reader in this process, and a target in one of its own, over the files of a :class:`Memory`."""
 
     def __init__(self, memory: Memory) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._pipe, theirs = context.Pipe()
-        source = memory.files["P"]
-        self._process = context.Process(
-            target=_target, args=(theirs, str(memory.directory / "P"), source.size), daemon=True
-        )
-        self._process.start()
-        theirs.close()
-        metadata, self._there = self._pipe.recv()
+        super().__init__(_serve, str(memory.directory / "P"), memory.files["P"].size, attend=_attend)
+        metadata, self._there = self.told
         self._memory = memory
         self._agent = _agent("raw-reader")
         self._here = memory.bytes["D"].ctypes.data
         self._agent.register_memory([(self._here, memory.bytes["D"].size, 0, "")], "DRAM")
         self._name = self._agent.add_remote_agent(metadata).decode()
-
-    def __enter__(self) -> Raw:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._pipe.close()
-        self._process.join(10)
-        if self._process.is_alive():
-            self._process.kill()
-            self._process.join()
 
     def prepare(self, case: Case) -> RawRead:
         """The lists of a case, and its descriptors in the order of kvxfer."""

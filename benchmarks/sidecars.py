@@ -17,8 +17,9 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from benchmarks.caches import Case, Memory
-from kvxfer.core.layout import Rank
+from kvxfer.core.layout import CacheLayout, Rank
 from kvxfer.core.resolve import BlockList
+from kvxfer.memory.handles import Handle
 from kvxfer.pb import transfer_pb2 as pb
 from kvxfer.pb import transfer_pb2_grpc
 from kvxfer.wire.blocks import block_lists_to_pb
@@ -92,6 +93,44 @@ class Sidecar:
         return int(lines["RssAnon"].split()[0]) * 1024
 
 
+def register(
+    sidecar: Sidecar, engine_id: str, rank: Rank, layout: CacheLayout, handles: Sequence[Handle]
+) -> pb.RegisterCacheResponse:
+    """Register one rank's cache."""
+    record = RegisterCache(engine_id, rank, _KEY, layout, tuple(handles))
+    answer: pb.RegisterCacheResponse = sidecar.stub.RegisterCache(register_to_pb(record), timeout=60)
+    return answer
+
+
+def publish(
+    sidecar: Sidecar, engine_id: str, registered: pb.RegisterCacheResponse, lists: Sequence[BlockList], tokens: int
+) -> pb.Ticket:
+    """Publish the blocks of a new request at an engine of one rank; its ticket."""
+    request_id, token, blocks = f"bench-{secrets.token_hex(8)}", secrets.token_bytes(16), tuple(lists)
+    record = PublishBlocks(engine_id, "", request_id, blocks, tokens, token, _TTL, None)
+    sidecar.stub.PublishBlocks(publish_to_pb(record), timeout=60)
+    ranks = (TicketRank(Rank(), registered.incarnation, registered.peer_address),)
+    return ticket_to_pb(Ticket(engine_id, _KEY, 1, 1, ranks, request_id, blocks, tokens, token, _TTL))
+
+
+def read_request(engine_id: str, ticket: pb.Ticket, local: Sequence[pb.BlockList]) -> pb.ReadBlocksRequest:
+    """What D's engine sends."""
+    return pb.ReadBlocksRequest(spec=pb.TransferSpec(engine_id=engine_id, ticket=ticket, local_blocks=local))
+
+
+def timed_read(sidecar: Sidecar, request: pb.ReadBlocksRequest) -> tuple[float, pb.Transfer]:
+    """Seconds of one ReadBlocks, and what it says of itself.
+
+    :raises RuntimeError: where it is not done.
+    """
+    began = time.perf_counter()
+    answer = sidecar.stub.ReadBlocks(request, timeout=120)
+    seconds = time.perf_counter() - began
+    if answer.transfer.state != pb.TRANSFER_STATE_DONE:
+        raise RuntimeError(f"a read ended as {answer.transfer}")
+    return seconds, answer.transfer
+
+
 class Pair:
     """One case registered with both sidecars, and the read that goes with it."""
 
@@ -117,10 +156,7 @@ class Pair:
         return other
 
     def _register(self, sidecar: Sidecar, side: str, memory: Memory) -> pb.RegisterCacheResponse:
-        handles = memory.handles(self.case, side)
-        record = RegisterCache(self.engines[side], Rank(), _KEY, self.case.layout, handles)
-        answer: pb.RegisterCacheResponse = sidecar.stub.RegisterCache(register_to_pb(record), timeout=60)
-        return answer
+        return register(sidecar, self.engines[side], Rank(), self.case.layout, memory.handles(self.case, side))
 
     def close(self) -> None:
         """Unregister both."""
@@ -129,35 +165,20 @@ class Pair:
 
     def ticket(self, blocks: Sequence[BlockList] | None = None, tokens: int | None = None) -> pb.Ticket:
         """Of a new request, which is published first."""
-        lists = tuple(self.case.lists("P") if blocks is None else blocks)
+        lists = self.case.lists("P") if blocks is None else blocks
         count = self.case.tokens if tokens is None else tokens
-        request_id, token = f"bench-{secrets.token_hex(8)}", secrets.token_bytes(16)
-        record = PublishBlocks(self.engines["P"], "", request_id, lists, count, token, _TTL, None)
-        self.p.stub.PublishBlocks(publish_to_pb(record), timeout=60)
-        done = self.registered["P"]
-        ranks = (TicketRank(Rank(), done.incarnation, done.peer_address),)
-        return ticket_to_pb(Ticket(self.engines["P"], _KEY, 1, 1, ranks, request_id, lists, count, token, _TTL))
+        return publish(self.p, self.engines["P"], self.registered["P"], lists, count)
 
     def request(
         self, ticket: pb.Ticket | None = None, local: Sequence[pb.BlockList] | None = None
     ) -> pb.ReadBlocksRequest:
         """What D's engine sends."""
-        spec = pb.TransferSpec(
-            engine_id=self.engines["D"],
-            ticket=self.ticket() if ticket is None else ticket,
-            local_blocks=self._local if local is None else local,
-        )
-        return pb.ReadBlocksRequest(spec=spec)
+        mine = self._local if local is None else local
+        return read_request(self.engines["D"], self.ticket() if ticket is None else ticket, mine)
 
     def read(self) -> tuple[float, pb.Transfer]:
         """Seconds of one ReadBlocks of a request that was published before, and what it says of itself."""
-        request = self.request()
-        began = time.perf_counter()
-        answer = self.d.stub.ReadBlocks(request, timeout=120)
-        seconds = time.perf_counter() - began
-        if answer.transfer.state != pb.TRANSFER_STATE_DONE:
-            raise RuntimeError(f"a read ended as {answer.transfer}")
-        return seconds, answer.transfer
+        return timed_read(self.d, self.request())
 
 
 def phases(transfer: pb.Transfer) -> dict[str, float]:

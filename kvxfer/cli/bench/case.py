@@ -40,6 +40,19 @@ def size(text: str, field: str) -> int:
     return found
 
 
+def dense_layout(block: int, count: int, layers: int) -> CacheLayout:
+    """A cache of attention layers, each a region of ``count`` blocks of ``block`` bytes and :data:`TOKENS` tokens."""
+    axes = (
+        Axis(AxisKind.UNIT, 1),
+        Axis(AxisKind.TOKEN, TOKENS),
+        Axis(AxisKind.INNER, block // TOKENS // _ELEMENT),
+    )
+    kv = Component("kv", _DTYPE, _ELEMENT, axes, UnitRange(0, 1, 1))
+    views = tuple(View(f"layers.{i}", i, 0, block, count, (kv,)) for i in range(layers))
+    regions = tuple(Region(count * block) for _ in range(layers))
+    return CacheLayout(regions, (Group(GROUP, GroupKind.ATTENTION, views, TOKENS),))
+
+
 @dataclass(frozen=True, slots=True)
 class Case:
     """``blocks`` blocks of ``block`` bytes in each of ``layers`` layers.
@@ -82,14 +95,8 @@ class Case:
 
     @property
     def layout(self) -> CacheLayout:
-        """Of both sides: a region a layer."""
-        count = self.blocks * _SPARE
-        inner = self.block // TOKENS // _ELEMENT
-        axes = (Axis(AxisKind.UNIT, 1), Axis(AxisKind.TOKEN, TOKENS), Axis(AxisKind.INNER, inner))
-        kv = Component("kv", _DTYPE, _ELEMENT, axes, UnitRange(0, 1, 1))
-        views = tuple(View(f"layers.{i}", i, 0, self.block, count, (kv,)) for i in range(self.layers))
-        regions = tuple(Region(count * self.block) for _ in range(self.layers))
-        return CacheLayout(regions, (Group(GROUP, GroupKind.ATTENTION, views, TOKENS),))
+        """Of both sides."""
+        return dense_layout(self.block, self.blocks * _SPARE, self.layers)
 
     def ids(self, side: str) -> npt.NDArray[np.int64]:
         """Block IDs of ``P`` or ``D``, by position."""
