@@ -13,7 +13,7 @@ import secrets
 import time
 import traceback
 from collections import deque
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -23,15 +23,16 @@ from kvxfer.core import transfers as life
 from kvxfer.core.errors import KvxferError, Reason
 from kvxfer.core.resolve import Request, SourceRead, resolve
 from kvxfer.core.transfers import Event, State
-from kvxfer.service.link import Link, LinkSource, RemoteRank
+from kvxfer.service import telling
+from kvxfer.service.link import Link, LinkSource
 from kvxfer.service.metrics import LINK_BREAKERS
-from kvxfer.service.opening import Opening, announce, clock, looked_at
+from kvxfer.service.opening import clock
 from kvxfer.service.reading import leave, read_source
 from kvxfer.service.room import Room
 from kvxfer.service.settings import ServiceSettings
+from kvxfer.service.telling import Telling
 from kvxfer.service.transfer import Live, Part, Totals, Transfer
 from kvxfer.service.watch import Watchers
-from kvxfer.wire.peer import CloseRead, OpenRead, Outcome, ReadNotice, ReadRef, notice_to_bytes
 from kvxfer.wire.requests import TransferSpec
 from kvxfer.xfer.api import Read as XferRead
 from kvxfer.xfer.api import ReadResult, ReadState
@@ -43,11 +44,6 @@ log = structlog.get_logger()
 
 #: Requests that may come to more descriptors than this are resolved off the event loop.
 RESOLVE_INLINE: Final = 65_536
-#: CloseRead is tried so often, with these pauses between, seconds.
-CLOSE_BACKOFF: Final = (0.1, 0.5, 2.0)
-CLOSE_TIMEOUT: Final = 5.0
-#: CloseRead makes sure of what the NIXL notification says already; the caller's answer goes first, seconds.
-CLOSE_DELAY: Final = 0.002
 #: What a source says that is about to stop; it serves on what it has granted.
 STOPPING: Final = Reason.SHUTTING_DOWN.value
 
@@ -65,6 +61,7 @@ class Transfers:
         self._tasks: set[asyncio.Task[None]] = set()
         self._numbers = itertools.count(1)
         self._closing = False
+        self._telling: Final = Telling(registration)
         self.room: Final = Room(
             "transfers",
             ("max_transfers", "max_transfers_per_peer"),
@@ -201,7 +198,7 @@ class Transfers:
         try:
             if announce is not None:
                 for source in link.sources:
-                    self._announce(transfer, source, announce)
+                    self._telling.announce(transfer, source, announce)
                 await asyncio.sleep(0)  # the calls go out with the loop's next turn
             await self._resolve(transfer, spec, link, now)
         except BaseException:
@@ -210,6 +207,13 @@ class Transfers:
                 self._start(self._take_back(transfer, link))
             raise
         return transfer
+
+    async def _take_back(self, transfer: Transfer, link: Link) -> None:
+        """Undo what was announced of a transfer that has not come about."""
+        try:
+            await self._telling.close(transfer, link, tuple(transfer.openings.values()), None)
+        finally:
+            link.let_go()
 
     async def _resolve(self, transfer: Transfer, spec: TransferSpec, link: Link, now: bool) -> None:
         request = Request(spec.local_blocks, spec.ticket.blocks, spec.num_tokens, spec.skip_tokens)
@@ -224,7 +228,7 @@ class Transfers:
             for source, part in zip(link.sources, read.sources, strict=True):
                 live = None
                 if part.descriptors:
-                    make = self._maker(link, source, part, self._notice(transfer, source.rank))
+                    make = self._maker(link, source, part, self._telling.notice(transfer, source.rank))
                     live = Live(source, await make(now=now), make)
                 made.append(Part(part.rank, source.facts.incarnation, part.descriptors, part.bytes_by_group, live))
         except BaseException:
@@ -303,21 +307,8 @@ class Transfers:
         # The sources are asked first: a read counts only with their answer, and may not move before they poll.
         for live in transfer.live:
             if id(live.source.rank) not in transfer.openings:
-                self._announce(transfer, live.source, timeout)
+                self._telling.announce(transfer, live.source, timeout)
         self._start(self._run(transfer, link, timeout))
-
-    def _announce(self, transfer: Transfer, source: LinkSource, timeout: float) -> None:
-        """Tell a source of the read that is about to be posted."""
-        rank, began = source.rank, time.perf_counter()
-        digests = tuple((b.group, transfer.digest_of(b)) for b in transfer.promised if b.group in rank.groups)
-        record = OpenRead(self._ref(transfer, rank), transfer.promised_tokens, digests, timeout)
-        opening = transfer.openings[id(rank)] = announce(source, record, timeout)
-
-        def opened(ended: Opening) -> None:
-            looked_at(ended)
-            transfer.timings.open = max(transfer.timings.open or 0.0, time.perf_counter() - began)
-
-        opening.add_done_callback(opened)
 
     async def _run(self, transfer: Transfer, link: Link, timeout: float) -> None:
         """From posting to the outcome."""
@@ -351,7 +342,7 @@ class Transfers:
             except KvxferError as error:
                 first = asyncio.get_running_loop().create_future()
                 first.set_exception(error)
-        ref = self._ref(transfer, rank)
+        ref = self._telling.ref(transfer, rank)
 
         async def reading() -> None:
             part.result = await read_source(link.engine, live, ref, opening, first, posted, timeout)
@@ -443,12 +434,7 @@ class Transfers:
         while len(self._ended) > self._settings.kept_transfers:
             del self._known[self._ended.popleft()]
         try:
-            if late := [opening for opening in openings if not opening.done()]:
-                await asyncio.wait(late, timeout=CLOSE_TIMEOUT)  # or it would be granted after its end
-            if posted:
-                await self._close_everywhere(transfer, link, sources)
-            elif openings:
-                await self._never_read(transfer, link)
+            await self._telling.close(transfer, link, openings, sources if posted else None)
         finally:  # also where the registration ends before its sources could be told
             transfer.lease_token = b""
             link.let_go()
@@ -470,52 +456,6 @@ class Transfers:
             )
             await link.cut(KvxferError(Reason.PEER_LOST, f"{why}: its agent was destroyed", limit_s=limit))
             await read.quiesced
-
-    async def _close_everywhere(self, transfer: Transfer, link: Link, sources: Collection[int]) -> None:
-        """Tell every rank of the ticket that this reader is done with it, with retries; a loss costs its lease's time.
-
-        Ranks of which nothing was read would hold their blocks until then, too.  One that failed may be read again.
-        """
-        await asyncio.sleep(CLOSE_DELAY)
-        outcome = Outcome[transfer.state.value]
-        again = transfer.state is State.FAILED
-        closes = []
-        for rank in link.ranks:
-            unread = outcome is Outcome.DONE and id(rank) not in sources
-            told = Outcome.NOT_NEEDED if unread else outcome
-            closes.append(self._close_at(rank, CloseRead(self._ref(transfer, rank), told, again)))
-        await asyncio.gather(*closes)
-
-    async def _take_back(self, transfer: Transfer, link: Link) -> None:
-        """Undo what was announced of a transfer that has not come about."""
-        try:
-            await asyncio.wait(transfer.openings.values(), timeout=CLOSE_TIMEOUT)
-            await self._never_read(transfer, link)
-        finally:
-            link.let_go()
-
-    async def _never_read(self, transfer: Transfer, link: Link) -> None:
-        """Tell the sources that a read that they were told of was never posted; it may be tried again."""
-        closes = (CloseRead(self._ref(transfer, s.rank), Outcome.FAILED, True) for s in link.sources)
-        await asyncio.gather(*(self._close_at(s.rank, c) for s, c in zip(link.sources, closes, strict=True)))
-
-    async def _close_at(self, rank: RemoteRank, record: CloseRead) -> None:
-        for pause in (*CLOSE_BACKOFF, None):
-            try:
-                await rank.client.close_read(record, CLOSE_TIMEOUT)
-                return
-            except KvxferError as error:
-                if pause is None or not error.spec.retry:
-                    log.info(
-                        "close not delivered",
-                        engine=self._registration.identity.engine_id,
-                        peer=rank.facts.engine_id,
-                        peer_rank=str(rank.facts.rank),
-                        address=rank.client.address,
-                        error=str(error),
-                    )
-                    return
-                await asyncio.sleep(pause)
 
     # -- ending ----------------------------------------------------------------------------------------------------
 
@@ -544,33 +484,11 @@ class Transfers:
         """End what :meth:`drain` has left; the transfer engine's end makes sure of the rest."""
         self._closing = True
         if self._tasks:
-            _, late = await asyncio.wait(self._tasks, timeout=sum(CLOSE_BACKOFF))
+            _, late = await asyncio.wait(self._tasks, timeout=sum(telling.CLOSE_BACKOFF))
             for task in late:
                 task.cancel()
             await asyncio.gather(*late, return_exceptions=True)
         self.watchers.close()
-
-    # -- what sources are told ---------------------------------------------------------------------------------------
-
-    def _ref(self, of: Transfer, rank: RemoteRank) -> ReadRef:
-        mine = self._registration.identity.rank
-        return ReadRef(
-            engine_id=rank.facts.engine_id,
-            rank=rank.facts.rank,
-            incarnation=rank.facts.incarnation,
-            request_id=of.request_id,
-            lease_token=of.lease_token,
-            reader=self._registration.links.reader,
-            readers=mine.tp_size * mine.pp_size,
-            transfer_id=told_id(of.id, of.number),
-        )
-
-    def _notice(self, of: Transfer, rank: RemoteRank) -> bytes:
-        """The payload of the read's NIXL notification."""
-        ref = self._ref(of, rank)
-        return notice_to_bytes(
-            ReadNotice(ref.engine_id, ref.incarnation, ref.request_id, ref.lease_token, ref.reader, ref.transfer_id)
-        )
 
     # -- small things ----------------------------------------------------------------------------------------------
 
@@ -598,12 +516,6 @@ class Transfers:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("a transfer task failed", exc_info=error)
-
-
-def told_id(transfer_id: str, number: int) -> str:
-    """What sources are told instead of a transfer's ID: an engine may use an ID again once it is forgotten, and that is
-    another read."""
-    return f"{transfer_id[:200].rstrip()}/{number}"
 
 
 def new_transfer_id() -> str:

@@ -302,8 +302,9 @@ class Pump:
             self._watch.turn()
             self._take(self._patience())
             if self._may_post_bulk():
-                self._bulk[0].bulk = self._bulk[0].bytes + sum(job.bytes for job in self._posted if job.bulk)
-                self._post(self._bulk.popleft())
+                job = self._bulk.popleft()
+                job.bulk = job.bytes + self._bulk_under_way()
+                self._post(job)
                 self._flush()
             asked = self._spinning > 0 or self._connected > 0 or self._peers > 0
             if asked or self._posted or self._lingering or self._watch.failing:
@@ -328,10 +329,13 @@ class Pump:
         self._outbox.append(lambda: None if self._ended.done() else self._ended.set_result(None))
         self._flush()
 
+    def _bulk_under_way(self) -> int:
+        return sum(job.bytes for job in self._posted if job.bulk)
+
     def _may_post_bulk(self) -> bool:
         if not self._bulk:
             return False
-        under_way = sum(job.bytes for job in self._posted if job.bulk)
+        under_way = self._bulk_under_way()
         return not under_way or under_way + self._bulk[0].bytes <= self._bulk_rate * BULK_SECONDS
 
     def _stop(self) -> None:

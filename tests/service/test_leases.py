@@ -653,7 +653,7 @@ async def test_unregistering_while_nobody_hears_of_the_end_of_a_read(
         await asyncio.Event().wait()
 
     monkeypatch.setattr(link.ranks[0].client, "close_read", mute)
-    monkeypatch.setattr("kvxfer.service.transfers.CLOSE_BACKOFF", (0.01,))
+    monkeypatch.setattr("kvxfer.service.telling.CLOSE_BACKOFF", (0.01,))
     await reading.stub.ReadBlocks(reads(reading, reading.ticket()))
     await asyncio.wait_for(stuck.wait(), 5)
     await reading.stub.UnregisterCache(pb.UnregisterCacheRequest(engine_id="engine-d"))

@@ -1,0 +1,123 @@
+"""What the sources of a transfer are told of it: OpenRead, the notification of its READ, CloseRead."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Collection, Iterator, Sequence
+from typing import TYPE_CHECKING, Final
+
+import structlog
+
+from kvxfer.core.errors import KvxferError
+from kvxfer.core.transfers import State
+from kvxfer.service.link import Link, LinkSource, RemoteRank
+from kvxfer.service.opening import Opening, announce, looked_at
+from kvxfer.service.transfer import Transfer
+from kvxfer.wire.peer import CloseRead, OpenRead, Outcome, ReadNotice, ReadRef, notice_to_bytes
+
+if TYPE_CHECKING:
+    from kvxfer.service.registrations import Registration
+
+log = structlog.get_logger()
+
+#: CloseRead is tried so often, with these pauses between, seconds.
+CLOSE_BACKOFF: Final = (0.1, 0.5, 2.0)
+CLOSE_TIMEOUT: Final = 5.0
+#: CloseRead makes sure of what the NIXL notification says already; the caller's answer goes first, seconds.
+CLOSE_DELAY: Final = 0.002
+
+
+class Telling:
+    """Speaks for the transfers of one registration."""
+
+    def __init__(self, registration: Registration) -> None:
+        self._registration = registration
+
+    def ref(self, of: Transfer, rank: RemoteRank) -> ReadRef:
+        """What a rank knows a transfer by."""
+        mine = self._registration.identity.rank
+        return ReadRef(
+            engine_id=rank.facts.engine_id,
+            rank=rank.facts.rank,
+            incarnation=rank.facts.incarnation,
+            request_id=of.request_id,
+            lease_token=of.lease_token,
+            reader=self._registration.links.reader,
+            readers=mine.tp_size * mine.pp_size,
+            transfer_id=told_id(of.id, of.number),
+        )
+
+    def notice(self, of: Transfer, rank: RemoteRank) -> bytes:
+        """The payload of its READ's notification."""
+        ref = self.ref(of, rank)
+        return notice_to_bytes(
+            ReadNotice(ref.engine_id, ref.incarnation, ref.request_id, ref.lease_token, ref.reader, ref.transfer_id)
+        )
+
+    def announce(self, transfer: Transfer, source: LinkSource, timeout: float) -> None:
+        """Tell a source of the read that is about to be posted, within so many seconds; the answer is an opening."""
+        rank, began = source.rank, time.perf_counter()
+        digests = tuple((b.group, transfer.digest_of(b)) for b in transfer.promised if b.group in rank.groups)
+        record = OpenRead(self.ref(transfer, rank), transfer.promised_tokens, digests, timeout)
+        opening = transfer.openings[id(rank)] = announce(source, record, timeout)
+
+        def opened(ended: Opening) -> None:
+            looked_at(ended)
+            transfer.timings.open = max(transfer.timings.open or 0.0, time.perf_counter() - began)
+
+        opening.add_done_callback(opened)
+
+    async def close(
+        self, transfer: Transfer, link: Link, openings: Sequence[Opening], read: Collection[int] | None
+    ) -> None:
+        """Tell of the end, with retries; a loss costs the lease's time.
+
+        Every rank of the ticket is told, for those of which nothing was read would hold their blocks until then, too.  Of
+        what was never posted only those are told who know of it, and they may be read again.
+
+        :param openings: what was announced; nothing is closed before it is answered, or it would be granted afterwards.
+        :param read: identities of the ranks that were read from; ``None`` where nothing was posted.
+        """
+        if late := [opening for opening in openings if not opening.done()]:
+            await asyncio.wait(late, timeout=CLOSE_TIMEOUT)
+        if read is not None:
+            await asyncio.sleep(CLOSE_DELAY)
+        records = self._ends(transfer, link, read) if read is not None or openings else ()
+        await asyncio.gather(*(self._close_at(rank, record) for rank, record in records))
+
+    def _ends(
+        self, transfer: Transfer, link: Link, read: Collection[int] | None
+    ) -> Iterator[tuple[RemoteRank, CloseRead]]:
+        if read is None:
+            for source in link.sources:
+                yield source.rank, CloseRead(self.ref(transfer, source.rank), Outcome.FAILED, True)
+            return
+        outcome, again = Outcome[transfer.state.value], transfer.state is State.FAILED
+        for rank in link.ranks:
+            told = Outcome.NOT_NEEDED if outcome is Outcome.DONE and id(rank) not in read else outcome
+            yield rank, CloseRead(self.ref(transfer, rank), told, again)
+
+    async def _close_at(self, rank: RemoteRank, record: CloseRead) -> None:
+        for pause in (*CLOSE_BACKOFF, None):
+            try:
+                await rank.client.close_read(record, CLOSE_TIMEOUT)
+                return
+            except KvxferError as error:
+                if pause is None or not error.spec.retry:
+                    log.info(
+                        "close not delivered",
+                        engine=self._registration.identity.engine_id,
+                        peer=rank.facts.engine_id,
+                        peer_rank=str(rank.facts.rank),
+                        address=rank.client.address,
+                        error=str(error),
+                    )
+                    return
+                await asyncio.sleep(pause)
+
+
+def told_id(transfer_id: str, number: int) -> str:
+    """What sources are told instead of a transfer's ID: an engine may use an ID again once it is forgotten, and that is
+    another read."""
+    return f"{transfer_id[:200].rstrip()}/{number}"
