@@ -73,8 +73,8 @@ class Telling:
     ) -> None:
         """Tell of the end, with retries; a loss costs the lease's time.
 
-        Every rank of the ticket is told, for those of which nothing was read would hold their blocks until then, too.  Of
-        what was never posted only those are told who know of it, and they may be read again.
+        Every rank of the ticket is told, for those of which nothing was read would hold their blocks until then, too.
+        Of what was never posted only those are told who know of it, and they may be read again.
 
         :param openings: what was announced; nothing is closed before it is answered, or it would be granted afterwards.
         :param read: identities of the ranks that were read from; ``None`` where nothing was posted.
