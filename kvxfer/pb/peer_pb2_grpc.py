@@ -70,8 +70,8 @@ class KvPeerServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def OpenRead(self, request, context):
-        """A READ is under way.  Says whether the blocks are held for this request, and for how long.  Sent at the moment of
-        posting; where this side may have stopped polling (attention), before it: then the READ waits for the answer.
+        """A READ is under way, or about to be.  Says whether the blocks are held for this request, and for how long.  Where
+        this side may have stopped polling (attention), the READ waits for the answer.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -42,8 +42,8 @@ class KvPeerStub:
     side write into it.
     """
     OpenRead: _grpc.UnaryUnaryMultiCallable[_peer_pb2.OpenReadRequest, _peer_pb2.OpenReadResponse]
-    """A READ is under way.  Says whether the blocks are held for this request, and for how long.  Sent at the moment of
-    posting; where this side may have stopped polling (attention), before it: then the READ waits for the answer.
+    """A READ is under way, or about to be.  Says whether the blocks are held for this request, and for how long.  Where
+    this side may have stopped polling (attention), the READ waits for the answer.
     """
     RenewRead: _grpc.UnaryUnaryMultiCallable[_peer_pb2.RenewReadRequest, _peer_pb2.RenewReadResponse]
     """An open read goes on, and needs more time."""
@@ -62,8 +62,8 @@ class KvPeerAsyncStub(KvPeerStub):
     side write into it.
     """
     OpenRead: _aio.UnaryUnaryMultiCallable[_peer_pb2.OpenReadRequest, _peer_pb2.OpenReadResponse]  # type: ignore[assignment]
-    """A READ is under way.  Says whether the blocks are held for this request, and for how long.  Sent at the moment of
-    posting; where this side may have stopped polling (attention), before it: then the READ waits for the answer.
+    """A READ is under way, or about to be.  Says whether the blocks are held for this request, and for how long.  Where
+    this side may have stopped polling (attention), the READ waits for the answer.
     """
     RenewRead: _aio.UnaryUnaryMultiCallable[_peer_pb2.RenewReadRequest, _peer_pb2.RenewReadResponse]  # type: ignore[assignment]
     """An open read goes on, and needs more time."""
@@ -91,8 +91,8 @@ class KvPeerServicer(metaclass=_abc_1.ABCMeta):
         request: _peer_pb2.OpenReadRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_peer_pb2.OpenReadResponse, _abc.Awaitable[_peer_pb2.OpenReadResponse]]:
-        """A READ is under way.  Says whether the blocks are held for this request, and for how long.  Sent at the moment of
-        posting; where this side may have stopped polling (attention), before it: then the READ waits for the answer.
+        """A READ is under way, or about to be.  Says whether the blocks are held for this request, and for how long.  Where
+        this side may have stopped polling (attention), the READ waits for the answer.
         """
 
     @_abc_1.abstractmethod
