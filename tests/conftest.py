@@ -7,6 +7,8 @@ of what matters most, that every byte of a read is right, looks at four times as
 from __future__ import annotations
 
 import os
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -68,3 +70,16 @@ def no_logging_of_another_test() -> Iterator[None]:
     """How structlog is set up belongs to the process; a sidecar in this one may have changed it."""
     yield
     structlog.reset_defaults()
+
+
+@pytest.fixture(autouse=True)
+def no_threads_for_another_test() -> Iterator[None]:
+    """What a test has started ends with it; else a later test pays, or is blamed."""
+    before = set(threading.enumerate())
+    yield
+    deadline = time.monotonic() + 10
+    for thread in set(threading.enumerate()) - before:
+        if thread.name.startswith("kvxfer"):
+            thread.join(max(0.0, deadline - time.monotonic()))
+            if thread.is_alive():
+                pytest.fail(f"the test has left a thread: {thread.name}")

@@ -49,17 +49,18 @@ class WorkerCache:
         self._sidecar = started(embedded_settings(settings, rank, dp[0])) if embed else None
         target = settings.socket(rank, dp[0]) if self._sidecar is None else self._sidecar.engine_address
         self.client = Client(target, engine_id=engine_id)
+        if self._sidecar is None:
+            self._wait_ready()
         self.mover = Mover(self.client, rank, settings.read_timeout)
         self._region: SharedRegion | None = None
         self._early: Session | None = None
         self._session: Session | None = None
-        if self._sidecar is None:
-            self._wait_ready()
 
     def _wait_ready(self) -> None:
         try:
             self.client.wait_ready(timeout=self._settings.ready_timeout)
         except KvxferError as error:
+            self.client.close()
             raise KvxferError(
                 error.reason, f"{error.message}; start one: kvxfer serve --engine-socket ...", **error.metadata
             ) from error

@@ -245,6 +245,8 @@ async def test_d_s_sidecar_dies(world: World) -> None:
     params = prefilled(p)
     await asyncio.to_thread(p.step)
     await world.sidecars["d"].stop()
+    # A read that is sent before this is known waits for the next sidecar's word.
+    await until(lambda: d.cache.mover.away)
     decode(d, params)
     await d.until("received", "on d")
     assert d.told.failed == {"on d"}
