@@ -23,7 +23,7 @@ from kvxfer.core.layout import Rank
 #: A request that was published so long ago is *settled*, seconds: a READ whose OpenRead comes then was posted after it
 #: was published, or its reader gives it up.  Before, a reader may find that its READ is older and post it again, so
 #: that the end of a READ does not mean the end of the reading.
-SETTLED: Final = 0.25
+SETTLED: Final = 2.0
 #: For each lease: reads that may be open at once, engines that may read it, ends of reads that are remembered.
 MAX_GRANTS: Final = 4_096
 MAX_ENGINES: Final = 1_024

@@ -154,18 +154,18 @@ def test_the_end_of_a_settled_read_is_its_end() -> None:
     """The notification comes by another way than OpenRead, and may overtake it."""
     one = lease()
     assert one.open(key(0, size=2), 2, 15.0, SETTLED)
-    one.finished(key(0, size=2), 1.0)
+    one.finished(key(0, size=2), SETTLED + 1)
     assert (one.open_reads, one.state) == (0, State.HELD)
-    one.finished(key(1, size=2), 1.0)
+    one.finished(key(1, size=2), SETTLED + 1)
     assert one.state is State.HELD  # who knows whether it will be granted
-    assert one.open(key(1, size=2), 2, 15.0, 1.5)
+    assert one.open(key(1, size=2), 2, 15.0, SETTLED + 2)
     assert one.state is State.RELEASED
 
 
 def test_a_read_that_ended_in_time_is_granted_late_and_once() -> None:
     """The same transfer ID once more is another read, of blocks that may belong to somebody else by then."""
     one = lease(deadline=10.0)
-    one.finished(key(), 1.0)
+    one.finished(key(), SETTLED)
     one.tick(10.0)
     assert one.state is State.EXPIRED
     assert one.open(key(), 1, 15.0, 10.5)
