@@ -339,6 +339,7 @@ async def test_only_some_reads_are_looked_at(reading: Reading, monkeypatch: pyte
         request = reading.request(f"t{i}")
         request.spec.ticket.lease_token = bytes(16)
         assert (await refusal(reading.stub.ReadBlocks(request))).reason is Reason.LEASE_TOKEN_MISMATCH
+        await reading.d.cancel(f"t{i}", 10.0)  # which waits until its blocks are free for the next
     assert looked == MAX_LOOKS
 
 
