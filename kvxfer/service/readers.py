@@ -30,9 +30,10 @@ IDLE_TIMEOUT: Final = 30.0
 #: A read whose reader never closes it stops costing CPU after so long, seconds.
 OPEN_LIMIT: Final = 120.0
 #: Most readers of one registration, and most reads that one reader may have under way: whoever reaches the peer port
-#: may say that it is one, and each costs CPU.
+#: may say that it is one, and each costs CPU.  A reader's own limit of reads is 1,024 of one engine
+#: (``max_transfers_per_peer``), and those that have just ended still count here.
 MAX_READERS: Final = 1_024
-MAX_READS: Final = 256
+MAX_READS: Final = 2_048
 
 
 @dataclass

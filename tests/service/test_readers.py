@@ -11,6 +11,7 @@ import pytest
 from kvxfer.core.errors import KvxferError, Reason
 from kvxfer.core.layout import Rank
 from kvxfer.service.readers import ATTENTION, IDLE_TIMEOUT, MAX_READERS, MAX_READS, Readers
+from kvxfer.service.settings import ServiceSettings
 from kvxfer.wire.peer import Reader
 
 
@@ -78,6 +79,10 @@ async def test_new_readers_over_the_limit_are_refused_and_known_ones_go_on(reade
     readers.open(reader(0), "t", "b:2")
     readers.leave(reader(1))
     readers.meet(reader(MAX_READERS), "a:1", connecting=False)
+
+
+def test_no_reader_that_keeps_its_own_limit_meets_this_one() -> None:
+    assert 2 * ServiceSettings().max_transfers_per_peer <= MAX_READS
 
 
 async def test_reads_of_one_reader_over_the_limit_are_refused(readers: Readers, demands: Demands) -> None:
