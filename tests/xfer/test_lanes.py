@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -311,6 +312,9 @@ async def test_a_peer_that_one_lane_still_reads_from_is_removed_from_none(world:
 
 async def test_a_read_that_one_lane_refuses_quiesces(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(_: Read) -> asyncio.Future[ReadResult]:
+        deadline = time.monotonic() + 10
+        while not world.fabric.posts and time.monotonic() < deadline:  # what is given up before that is never posted
+            time.sleep(0)  # the other lane's thread posts its part
         raise KvxferError(Reason.SHUTTING_DOWN, "this lane is closing")
 
     monkeypatch.setattr(world.lanes[1], "submit", refuse)
