@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import errno
 import gc
@@ -11,7 +10,6 @@ import secrets
 import stat
 import subprocess
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -22,6 +20,7 @@ from kvxfer.core.errors import KvxferError, Reason
 from kvxfer.memory.api import MemoryPolicy, open_region
 from kvxfer.memory.handles import Address, FileHandle, Memfd, Owned, OwnedBacking, PosixShm
 from kvxfer_client.memory import SharedRegion
+from tests.support.usage import usage
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -50,20 +49,6 @@ def create(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[
     for region in made:
         region.close()
         region.unlink()
-
-
-def usage() -> tuple[int, Counter[str]]:
-    """Number of descriptors of files, memfds among them, and shared mappings by name.
-
-    Sockets and the like are left out: gRPC's threads, of tests that ran before in this process, open and close them.
-    """
-    with open("/proc/self/maps", encoding="utf-8") as maps:
-        mapped = Counter(line.split(None, 5)[-1].strip() for line in maps if line.split()[1][3] == "s")
-    held = 0
-    for fd in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(FileNotFoundError):  # the one that lists them
-            held += os.readlink(f"/proc/self/fd/{fd}").startswith("/")
-    return held, mapped
 
 
 def reason_of(call: Callable[[], object]) -> tuple[Reason, str]:

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -133,25 +132,3 @@ def _in_time(seconds: int = 10) -> Iterator[None]:
 def in_time() -> Callable[..., object]:
     """``with in_time():`` the body is interrupted when it blocks."""
     return _in_time
-
-
-class Usage:
-    """Descriptors and shared mappings of this process; anonymous ones come and go with the allocator."""
-
-    def __init__(self) -> None:
-        self.descriptors = sorted(os.listdir("/proc/self/fd"))
-        with open("/proc/self/maps", encoding="utf-8") as maps:
-            shared = [line.split(None, 5)[-1].strip() for line in maps if line.split()[1][3] == "s"]
-        # What libraries share with nobody by name (a pool of theirs) comes and goes as well.
-        self.mappings = Counter(name for name in shared if name != "/dev/zero (deleted)")
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Usage) and vars(self) == vars(other)
-
-    def __repr__(self) -> str:
-        return f"Usage({vars(self)})"
-
-
-@pytest.fixture
-def usage() -> type[Usage]:
-    return Usage

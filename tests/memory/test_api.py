@@ -13,6 +13,7 @@ from kvxfer.core.errors import Reason
 from kvxfer.core.layout import MemoryKind
 from kvxfer.memory.api import MappedRegion, MemoryPolicy, open_region
 from kvxfer.memory.handles import Address, FileHandle, Memfd, Owned, OwnedBacking, PosixShm
+from tests.support.usage import usage
 
 
 @pytest.fixture
@@ -20,7 +21,7 @@ def open_policy(allowed: Path) -> MemoryPolicy:
     return MemoryPolicy(directories=(str(allowed),), allow_address=True)
 
 
-def test_every_kind(allowed: Path, open_policy: MemoryPolicy, raw: Any, usage: Any) -> None:
+def test_every_kind(allowed: Path, open_policy: MemoryPolicy, raw: Any) -> None:
     path, shm = allowed / "f", Path(f"/dev/shm/kvxfer-test-{os.getpid()}")
     array = np.zeros(4096, dtype=np.uint8)
     before = usage()

@@ -13,6 +13,7 @@ from kvxfer.core.errors import KvxferError, Reason
 from kvxfer.memory.file import open_file
 from kvxfer.memory.handles import FileHandle
 from kvxfer.memory.policy import MemoryPolicy
+from tests.support.usage import usage
 
 SIDECAR = """
 import ctypes, sys
@@ -67,9 +68,7 @@ def test_dots_do_not_even_make_a_handle(allowed: Path, refused: Any) -> None:
         FileHandle(f"{allowed}/../outside", 0, 1)
 
 
-def test_pipes_sockets_directories_and_devices(
-    allowed: Path, policy: MemoryPolicy, refused: Any, in_time: Any, usage: Any
-) -> None:
+def test_pipes_sockets_directories_and_devices(allowed: Path, policy: MemoryPolicy, refused: Any, in_time: Any) -> None:
     os.mkfifo(allowed / "pipe")
     (allowed / "directory").mkdir()
     listener = socket.socket(socket.AF_UNIX)
@@ -125,7 +124,7 @@ def test_a_running_program_is_not_written(allowed: Path, policy: MemoryPolicy, r
         open_file(FileHandle(str(program), 0, 1), policy)
 
 
-def test_five_hundred_times_leaves_nothing(allowed: Path, policy: MemoryPolicy, usage: Any, refused: Any) -> None:
+def test_five_hundred_times_leaves_nothing(allowed: Path, policy: MemoryPolicy, refused: Any) -> None:
     path = allowed / "f"
     path.write_bytes(bytes(10_000))
     before = usage()
@@ -136,7 +135,7 @@ def test_five_hundred_times_leaves_nothing(allowed: Path, policy: MemoryPolicy, 
     assert usage() == before
 
 
-def test_the_mapping_outlives_the_file(allowed: Path, policy: MemoryPolicy, raw: Any, usage: Any) -> None:
+def test_the_mapping_outlives_the_file(allowed: Path, policy: MemoryPolicy, raw: Any) -> None:
     path = allowed / "f"
     path.write_bytes(b"hello")
     before = usage()

@@ -15,6 +15,7 @@ import pytest
 from kvxfer.core.errors import KvxferError, Reason
 from kvxfer.memory import mapping
 from kvxfer.memory.mapping import granularity, map_file
+from tests.support.usage import usage
 
 PAGE = mmap.PAGESIZE
 
@@ -49,9 +50,7 @@ def test_writes_reach_the_file_and_do_not_change_its_size(numbered: Any, raw: An
 
 
 @pytest.mark.parametrize("offset, extra", [(0, 1), (1, 1), (3 * PAGE + 100, 1), (4 * PAGE, 0)])
-def test_a_region_past_the_end_is_refused_before_mapping(
-    numbered: Any, refused: Any, usage: Any, offset: int, extra: int
-) -> None:
+def test_a_region_past_the_end_is_refused_before_mapping(numbered: Any, refused: Any, offset: int, extra: int) -> None:
     size = max(1, len(numbered.data) - offset + extra)
     before = usage()
     with refused(Reason.REGION_TOO_SMALL, "size") as caught:

@@ -13,6 +13,7 @@ from kvxfer.core.errors import KvxferError, Reason
 from kvxfer.memory.handles import Memfd
 from kvxfer.memory.memfd import F_ADD_SEALS, F_SEAL_GROW, F_SEAL_SHRINK, open_memfd
 from kvxfer.memory.policy import MemoryPolicy
+from tests.support.usage import usage
 
 ENGINE = """
 import fcntl, mmap, os, sys
@@ -55,7 +56,7 @@ def test_two_processes_see_each_others_writes(policy: MemoryPolicy, raw: Any, ch
     region.close()
 
 
-def test_unsealed(policy: MemoryPolicy, refused: Any, usage: Any) -> None:
+def test_unsealed(policy: MemoryPolicy, refused: Any) -> None:
     plain = os.memfd_create("test")
     growing = os.memfd_create("test", os.MFD_ALLOW_SEALING)
     grow_only = sealed(100, F_SEAL_GROW)
@@ -70,7 +71,7 @@ def test_unsealed(policy: MemoryPolicy, refused: Any, usage: Any) -> None:
         os.close(fd)
 
 
-def test_pipes_devices_directories_and_sockets(policy: MemoryPolicy, refused: Any, in_time: Any, usage: Any) -> None:
+def test_pipes_devices_directories_and_sockets(policy: MemoryPolicy, refused: Any, in_time: Any) -> None:
     reading, writing = os.pipe()
     zero, directory = os.open("/dev/zero", os.O_RDWR), os.open("/", os.O_RDONLY)
     before = usage()
@@ -179,7 +180,7 @@ def test_a_process_that_may_not_be_looked_into(policy: MemoryPolicy) -> None:
     os.close(fd)
 
 
-def test_five_hundred_times_leaves_nothing(policy: MemoryPolicy, usage: Any, refused: Any) -> None:
+def test_five_hundred_times_leaves_nothing(policy: MemoryPolicy, refused: Any) -> None:
     fd = sealed(5000)
     before = usage()
     for _ in range(500):

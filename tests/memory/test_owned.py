@@ -18,6 +18,7 @@ from kvxfer.memory.handles import FileHandle, Memfd, Owned, OwnedBacking
 from kvxfer.memory.memfd import F_GET_SEALS, open_memfd
 from kvxfer.memory.owned import adopt_owned, create_owned, list_owned
 from kvxfer.memory.policy import MemoryPolicy
+from tests.support.usage import usage
 
 ENGINE = """
 import os, sys
@@ -169,7 +170,7 @@ def test_the_list_has_only_what_sidecars_made(allowed: Path, policy: MemoryPolic
     assert list_owned(MemoryPolicy(directories=(str(allowed / "none"),))) == ()
 
 
-def test_a_memfd_can_neither_shrink_nor_grow(policy: MemoryPolicy, usage: Any) -> None:
+def test_a_memfd_can_neither_shrink_nor_grow(policy: MemoryPolicy) -> None:
     before = usage()
     region = create_owned(Owned(5000, OwnedBacking.MEMFD), policy)
     handle = region.export()
@@ -186,9 +187,7 @@ def test_a_memfd_can_neither_shrink_nor_grow(policy: MemoryPolicy, usage: Any) -
 
 
 @BOTH
-def test_five_hundred_times_leaves_nothing(
-    backing: OwnedBacking, policy: MemoryPolicy, allowed: Path, usage: Any
-) -> None:
+def test_five_hundred_times_leaves_nothing(backing: OwnedBacking, policy: MemoryPolicy, allowed: Path) -> None:
     before = usage()
     for _ in range(500):
         create_owned(Owned(5000, backing), policy).close()
@@ -208,7 +207,6 @@ def test_no_room_leaves_nothing(
     policy: MemoryPolicy,
     allowed: Path,
     refused: Any,
-    usage: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def full(fd: int, offset: int, size: int) -> None:
@@ -224,7 +222,7 @@ def test_no_room_leaves_nothing(
 
 @BOTH
 def test_a_failing_map_leaves_nothing(
-    backing: OwnedBacking, policy: MemoryPolicy, allowed: Path, usage: Any, monkeypatch: pytest.MonkeyPatch
+    backing: OwnedBacking, policy: MemoryPolicy, allowed: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*arguments: object, **more: object) -> None:
         raise KvxferError(Reason.MEMORY_LIMIT, "no")

@@ -10,6 +10,7 @@ import pytest
 
 from kvxfer.core.errors import Reason
 from kvxfer.memory.paths import open_below, split_below
+from tests.support.usage import usage
 
 
 @pytest.mark.parametrize(
@@ -30,7 +31,7 @@ def test_split_below(path: str, directories: tuple[str, ...], expected: object) 
     assert split_below(path, directories) == expected
 
 
-def test_a_file_is_opened_for_reading_and_writing_and_only_that(allowed: Path, usage: Any) -> None:
+def test_a_file_is_opened_for_reading_and_writing_and_only_that(allowed: Path) -> None:
     (allowed / "a/b").mkdir(parents=True)
     (allowed / "a/b/f").write_bytes(b"hello")
     before = usage()
@@ -48,7 +49,7 @@ def test_a_directory_that_is_a_link_itself_was_chosen_by_its_owner(tmp_path: Pat
     os.close(open_below(str(tmp_path / "alias"), ("f",), field="path", what="it"))
 
 
-def test_what_leads_away_is_refused(tmp_path: Path, allowed: Path, refused: Any, usage: Any) -> None:
+def test_what_leads_away_is_refused(tmp_path: Path, allowed: Path, refused: Any) -> None:
     (tmp_path / "outside").mkdir()
     (tmp_path / "outside/secret").write_bytes(b"x" * 10)
     (allowed / "inside").write_bytes(b"x" * 10)
