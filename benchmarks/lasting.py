@@ -119,9 +119,8 @@ def _idle(
     for side, taken in _processor(sidecars).items():
         share = (taken - so_far[side]) / seconds
         section.add("idle", side=side, peers=peers, seconds=round(seconds, 1), share=round(share, 5))
-        if side == "P":  # D has fifty engines registered, which nobody has
-            what = f"P with {peers} peers connected, nothing to do"
-            section.lines.append(Line("6", what, share, IDLE, unit="of a core"))
+        what = f"{side} with {peers} peers connected, nothing to do"
+        section.lines.append(Line("6", what, share, IDLE, unit="of a core"))
     readers[-1].read()  # they are connected still
     more[-1].check(case)
 

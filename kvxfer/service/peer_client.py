@@ -137,8 +137,10 @@ class GrpcPeerClient:
             self._stub.Exchange(exchange_to_pb(query), timeout=timeout),
             f"rank {query.rank} of engine {query.engine_id} did not answer",
         )
-        # Checking a large layout takes a while, and it is a stranger's.
         try:
+            if not answer.HasField("layout"):  # a sign of life
+                return answer_from_pb(answer)
+            # Checking a large layout takes a while, and it is a stranger's.
             return await asyncio.to_thread(answer_from_pb, answer)
         except KvxferError as error:
             raise KvxferError(
