@@ -97,10 +97,12 @@ async def test_the_engine_of_a_dead_peer_comes_back_with_another_layout(reading:
     await soon(lambda: before not in links_of(reading.d)._open)
 
 
-async def test_idle_links_make_room_for_others(cluster: Cluster) -> None:
+async def test_idle_links_make_room_for_others(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvxfer.service.links.COURTESY_TIMEOUT", 20.0)
     sources, d = await many(cluster, 3, max_peers=2)
     for source in (*sources, *sources):
         assert (await read(source, d)).state == pb.TRANSFER_STATE_DONE
+        await soon(lambda: all(link.idle for link in links_of(d)))
     assert [link.target.engine_id for link in links_of(d)] == ["engine-1", "engine-2"]
     await soon(lambda: len(links_of(d)._open) == 2)
     # P is told, and polls for its reader no more.
@@ -125,8 +127,10 @@ async def test_links_in_use_make_no_room(cluster: Cluster) -> None:
 
 async def test_one_peer_does_not_take_all_the_room(cluster: Cluster) -> None:
     sources, d = await many(cluster, 2, max_transfers=3, max_transfers_per_peer=2)
+    transfers = d.nodes[0].sidecar.registrations.get("engine-d").transfers
     for source in sources:
         await read(source, d)
+    await soon(lambda: not transfers.room.taken)  # given back a little later than a read is answered
     cluster.fabric.hold()
     for name in ("t1", "t2"):
         await read(sources[0], d, name, wait=False)
@@ -135,7 +139,6 @@ async def test_one_peer_does_not_take_all_the_room(cluster: Cluster) -> None:
     assert "max_transfers_per_peer" in str(caught.value.details())
     assert (await read(sources[1], d, "t3", wait=False)).state == pb.TRANSFER_STATE_POSTED
     cluster.fabric.let_go()
-    transfers = d.nodes[0].sidecar.registrations.get("engine-d").transfers
     for name in ("t1", "t2", "t3"):
         await asyncio.wait_for(transfers.get(name).finished.wait(), 5)
     assert transfers.room.taken == transfers.bytes_in_flight == 0

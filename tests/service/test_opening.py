@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from kvxfer.core import leases as core_leases
 from kvxfer.core.errors import Reason
 from kvxfer.core.leases import SETTLED
 from kvxfer.pb import transfer_pb2 as pb
@@ -127,6 +128,8 @@ async def test_a_source_stops_polling_when_the_read_has_ended(
     if settled:
         lease = registered.leases._known[ticket.request_id].lease
         lease.__dict__["published"] -= 2 * SETTLED
+    else:
+        monkeypatch.setattr(core_leases, "SETTLED", 60.0)  # however long it takes to get there
     reading.fabric.hold()
     running = asyncio.ensure_future(reading.stub.ReadBlocks(reading.d.request(ticket, reading.d_lists)))
     await soon(lambda: readers.open_reads == 1)  # or the notification might overtake OpenRead

@@ -75,7 +75,7 @@ async def connected() -> AsyncIterator[tuple[Service, GrpcPeerClient]]:
     yield service, client
     assert connections(port) == 1
     await client.close()
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 20
     while connections(port):
         assert time.monotonic() < deadline, "the connection outlives its client"
         await asyncio.sleep(0.01)

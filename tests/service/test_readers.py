@@ -103,20 +103,22 @@ async def test_reads_of_one_reader_over_the_limit_are_refused(readers: Readers, 
 
 async def test_a_reader_that_only_stays_connected_costs_nothing(readers: Readers, demands: Demands) -> None:
     """It says that it is alive, but attention is for those that were just met, or read."""
-    readers.meet(reader(0), "a:1", connecting=True)
     began = time.monotonic()
+    readers.meet(reader(0), "a:1", connecting=True)
     readers.tick(began + ATTENTION - 1)
     assert demands.held["connected"] == 1
+    met = time.monotonic()
     readers.meet(reader(0), "a:1", connecting=False)
-    readers.tick(began + ATTENTION + 1)
+    readers.tick(met + ATTENTION + 1)
     assert not +demands.held
     assert len(readers.status()) == 1
 
     readers.open(reader(0), "t", "a:1")
     readers.tick(time.monotonic() + 2 * ATTENTION)  # a long read
     assert demands.held == {"connected": 1, "serving": 1}
+    closed = time.monotonic()
     readers.close_read(reader(0), "t")
-    readers.tick(time.monotonic() + ATTENTION - 1)
+    readers.tick(closed + ATTENTION - 1)
     assert demands.held == {"connected": 1, "serving": 0}
     readers.tick(time.monotonic() + ATTENTION + 1)
     assert not +demands.held

@@ -450,10 +450,10 @@ async def test_publishing(reading: Reading) -> None:
     ticket = reading.p.ticket(reading.p_lists, reading.TOKENS, publish=False)
     good = publication("engine-p", ticket, ttl=30)
     answer = await stub.PublishBlocks(good)
-    assert 29 < answer.expires_in.seconds + answer.expires_in.nanos / 1e9 <= 30
+    assert 20 < answer.expires_in.seconds + answer.expires_in.nanos / 1e9 <= 30
     # The same again, with another time: no new lease.
     good.ttl.FromSeconds(60)
-    assert (await stub.PublishBlocks(good)).expires_in.seconds >= 59
+    assert (await stub.PublishBlocks(good)).expires_in.seconds >= 50
     assert (await stub.GetStatus(pb.GetStatusRequest())).counts.published == 1
     bad: dict[str, tuple[Change, Reason, str]] = {
         "other content": (lambda r: put(r.blocks[0].block_ids, 0, 9), Reason.REQUEST_ID_REUSED, "request_id"),

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import pytest
+
 from kvxfer.core.errors import Reason
 from kvxfer.pb import peer_pb2
 from kvxfer.pb import transfer_pb2 as pb
@@ -65,7 +67,10 @@ async def test_a_failed_replacement_leaves_the_old_one(reading: Reading) -> None
     await reading.good()
 
 
-async def test_replacing_drains_what_is_under_way(reading: Reading) -> None:
+async def test_replacing_drains_what_is_under_way(cluster: Cluster) -> None:
+    p = await cluster.engine("engine-p", [await cluster.node()])
+    d = await cluster.engine("engine-d", [await cluster.node(drain_timeout=0.3)])
+    reading = Reading(cluster, p, d)
     await reading.d.handshake(reading.ticket())
     reading.fabric.hold()
     waiting = asyncio.ensure_future(refusal(reading.stub.ReadBlocks(reading.request("t1"))))
@@ -117,7 +122,8 @@ async def test_a_late_goodbye_does_not_end_a_newer_acquaintance(reading: Reading
     await reading.good()
 
 
-async def test_p_forgets_a_reader_that_leaves(reading: Reading) -> None:
+async def test_p_forgets_a_reader_that_leaves(reading: Reading, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvxfer.service.links.COURTESY_TIMEOUT", 20.0)
     await reading.good()
     (theirs,) = reading.p.nodes[0].sidecar.registrations
     assert len(theirs.readers.status()) == 1

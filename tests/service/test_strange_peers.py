@@ -72,7 +72,7 @@ async def fake(reading: Reading) -> AsyncIterator[FakePeer]:
 
 def through(reading: Reading, fake: Any) -> pb.HandshakeRequest:
     """A handshake with P by way of the fake."""
-    request = handshake_to_pb("engine-d", make_target("engine-p", reading.p.members), timeout=2)
+    request = handshake_to_pb("engine-d", make_target("engine-p", reading.p.members), timeout=20)
     request.engine.ranks[0].address = fake.address
     return request
 
@@ -205,15 +205,18 @@ async def test_a_peer_that_does_not_answer(reading: Reading, fake: FakePeer) -> 
     fake.silent = True
     request = through(reading, fake)
     request.engine.engine_id = "engine-q"
-    request.timeout.FromMilliseconds(200)
     waiting = asyncio.ensure_future(refusal(reading.stub.Handshake(request)))
     await reading.good()
     assert not waiting.done()
-    error = await waiting
+    waiting.cancel()
+    request.timeout.FromMilliseconds(200)
+    error = await refusal(reading.stub.Handshake(request))
     assert (error.reason, error.metadata["timeout_s"]) == (Reason.DEADLINE_EXCEEDED, "0.2")
     # Without a time of its own the sidecar's setting ends it.
     request.ClearField("timeout")
-    error = await refusal(reading.stub.Handshake(request))
+    request.engine_id = "engine-e"
+    e = await reading.cluster.engine("engine-e", [await reading.cluster.node(handshake_timeout=0.2)])
+    error = await refusal(e.nodes[0].stub.Handshake(request))
     assert error.reason in (Reason.PEER_UNREACHABLE, Reason.DEADLINE_EXCEEDED)
     await reading.good()
 

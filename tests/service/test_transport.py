@@ -102,7 +102,7 @@ def test_looking_bears_descriptors_that_come_and_go() -> None:
         over.set()
         for thread in threads:
             thread.join()
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before  # those of earlier tests may be closed only now
 
 
 def test_where_it_cannot_be_told_no_transport_is(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,6 +27,7 @@ from kvxfer.core.layout import (
     UnitRange,
     View,
 )
+from kvxfer.core.transfers import State
 from kvxfer.pb import peer_pb2_grpc, transfer_pb2_grpc
 from kvxfer.pb import transfer_pb2 as pb
 from kvxfer.sidecar import Sidecar
@@ -78,7 +79,7 @@ def small_lists(tokens: int, first: int) -> dict[str, Blocks]:
     return {"attn": attention, "ssm": Blocks((NULL, first + count), (0, tokens))}
 
 
-async def soon(condition: Callable[[], object], seconds: float = 5.0) -> None:
+async def soon(condition: Callable[[], object], seconds: float = 20.0) -> None:
     """Poll a condition, with a deadline."""
     deadline = time.monotonic() + seconds
     while not condition():
@@ -135,8 +136,8 @@ class Cluster:
         chosen: dict[str, Any] = {
             "engine_socket": self.directory / f"{len(self.nodes)}.sock",
             "memory_directories": (str(self.directory),),
-            "handshake_timeout": 2.0,
-            "drain_timeout": 0.3,
+            "handshake_timeout": 5.0,
+            "drain_timeout": 5.0,
             **settings,
         }
         drain = EngineSettings(drain=chosen["drain_timeout"], warm_up=0.0)
@@ -262,8 +263,17 @@ class Reading:
             self._tickets[transfer_id] = ticket
         return self.d.request(ticket, small_lists(self.TOKENS, first), transfer_id=transfer_id, wait=wait)
 
+    async def quiet(self) -> None:
+        """Whatever was posted has ended, also what was refused: its blocks are free for the next read."""
+        for node in self.d.nodes:
+            for registered in node.sidecar.registrations:
+                for transfer in registered.transfers:
+                    if transfer.state is not State.PREPARED:
+                        await asyncio.wait_for(transfer.finished.wait(), 20)
+
     async def good(self) -> pb.Transfer:
         """A good transfer, compared byte by byte with memory that was noise before."""
+        await self.quiet()
         ticket = self.ticket()
         for number, (member, node) in enumerate(zip(self.d.members, self.d.nodes, strict=True)):
             member.model.image = member.model.labels.noise(member.model.image.size)
