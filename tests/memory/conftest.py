@@ -9,7 +9,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 
@@ -136,10 +136,17 @@ def in_time() -> Callable[..., object]:
 
 
 class Usage:
-    """Descriptors and shared mappings of this process; anonymous ones come and go with the allocator."""
+    """Descriptors and shared mappings of this process; anonymous ones come and go with the allocator.
+
+    Sockets and the like are left out: gRPC's threads, of tests that ran before in this process, open and close them.
+    """
 
     def __init__(self) -> None:
-        self.descriptors = sorted(os.listdir("/proc/self/fd"))
+        self.descriptors: set[str] = set()
+        for fd in os.listdir("/proc/self/fd"):
+            with suppress(FileNotFoundError):  # the one that lists them
+                if os.readlink(f"/proc/self/fd/{fd}").startswith("/"):
+                    self.descriptors.add(fd)
         with open("/proc/self/maps", encoding="utf-8") as maps:
             shared = [line.split(None, 5)[-1].strip() for line in maps if line.split()[1][3] == "s"]
         # What libraries share with nobody by name (a pool of theirs) comes and goes as well.
