@@ -47,8 +47,8 @@ class Scene:
         return [COUNTER.family(), HISTOGRAM.family()]
 
     @contextlib.contextmanager
-    def busy(self) -> Iterator[None]:
-        """The event loop does not come round."""
+    def busy(self, patience: float = 0.2) -> Iterator[None]:
+        """The event loop does not come round, and is waited for so long."""
         blocked, free = threading.Event(), threading.Event()
 
         def block() -> None:
@@ -57,10 +57,12 @@ class Scene:
 
         self.loop.call_soon_threadsafe(block)
         assert blocked.wait(5)
-        try:
-            yield
-        finally:
-            free.set()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(web, "PATIENCE", patience)
+            try:
+                yield
+            finally:
+                free.set()
 
     def close(self) -> None:
         self.server.stop()
@@ -71,7 +73,7 @@ class Scene:
 
 @pytest.fixture
 def scene(monkeypatch: pytest.MonkeyPatch) -> Iterator[Scene]:
-    monkeypatch.setattr(web, "PATIENCE", 0.2)
+    monkeypatch.setattr(web, "PATIENCE", 5.0)  # a loop that is not kept busy comes round by then
     made = Scene()
     yield made
     made.close()
@@ -130,7 +132,7 @@ def test_a_busy_loop_makes_a_scrape_old_and_not_late(scene: Scene) -> None:
         for _ in range(3):
             began = time.monotonic()
             found = scrape(scene.port)
-            assert time.monotonic() - began < 2
+            assert time.monotonic() - began < 5
             assert found.sum("kvxfer_x_total") == 2
             assert found.sum("kvxfer_snapshot_age_seconds") >= 0.2
         assert get(scene.port, "/healthz").status == 503
@@ -172,9 +174,9 @@ def connected(scene: Scene, sent: bytes) -> Iterator[list[socket.socket]]:
 
 def test_slow_clients_are_hung_up_on(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each sends a byte now and then; then they are over their time."""
-    monkeypatch.setattr(web, "DEADLINE", 1.5)
+    monkeypatch.setattr(web, "DEADLINE", 4.0)
     with connected(scene, b"G") as slow:
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + 15
         while scene.server._deadlines:
             assert time.monotonic() < deadline
             for client in slow:
@@ -189,15 +191,12 @@ def test_slow_clients_keep_no_probe_away(scene: Scene) -> None:
     with connected(scene, b"GET /hea"):
         for _ in range(3 * web.MOST_AT_ONCE):
             assert get(scene.port, "/healthz").status == 200
-    deadline = time.monotonic() + 5
-    while scene.server._deadlines:
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
+    until(lambda: not scene.server._deadlines and scene.server._slots._value >= web.MOST_AT_ONCE)
     assert scene.server._slots._value == web.MOST_AT_ONCE  # none was given back twice
 
 
 def test_a_client_that_waits_for_its_answer_keeps_its_place(scene: Scene) -> None:
-    with scene.busy(), connected(scene, b"GET /metrics HTTP/1.0\r\n\r\n") as waiting:
+    with scene.busy(patience=3.0), connected(scene, b"GET /metrics HTTP/1.0\r\n\r\n") as waiting:
         deadline = time.monotonic() + 5
         while scene.server._silent:
             assert time.monotonic() < deadline
@@ -241,6 +240,7 @@ def test_a_client_that_goes_away_in_the_answer(scene: Scene) -> None:
         client.sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
         client.close()
     until(lambda: get(scene.port, "/metrics").status == 200)  # those that went away are still being served
+    until(lambda: not scene.server._deadlines)
     assert scrape(scene.port).sum("kvxfer_x_total") == 2
 
 

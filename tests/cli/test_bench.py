@@ -19,6 +19,7 @@ from kvxfer.cli.bench.report import Outcome, quartiles, show
 from kvxfer.cli.main import app
 from kvxfer.core.errors import KvxferError
 from tests.support.places import abandoned, shared_places
+from tests.support.processes import until
 
 KVXFER = (sys.executable, "-m", "kvxfer", "bench")
 SMALL = ("--size", "4MiB", "--rounds", "3", "--timeout", "60")
@@ -31,7 +32,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     before = shared_places()
     yield path
     assert list(path.iterdir()) == []
-    assert abandoned(before) == []
+    until(lambda: not abandoned(before))  # another test may be about to remove what a demo that was killed has left
 
 
 def bench(place: Path, *arguments: str) -> subprocess.CompletedProcess[str]:

@@ -20,6 +20,7 @@ import psutil
 import pytest
 
 from tests.support.places import abandoned, shared_places
+from tests.support.processes import until
 
 pytestmark = pytest.mark.nixl
 
@@ -36,7 +37,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     before = shared_places()
     yield path
     assert list(path.iterdir()) == []
-    assert abandoned(before) == []
+    until(lambda: not abandoned(before))  # another test may be about to remove what a demo that was killed has left
 
 
 def environment(place: Path) -> dict[str, str]:

@@ -18,6 +18,7 @@ from kvxfer.cli.main import app
 from tests.chaos.namespaces import Network, why_not
 from tests.chaos.namespaces import run as shell
 from tests.support.certificates import Authority, Identity, write
+from tests.support.console import free_port
 from tests.support.doctor import command, doctor, run
 from tests.support.processes import sidecars
 
@@ -132,7 +133,7 @@ def test_an_interface_that_ucx_cannot_use(network: Network) -> None:
 
 def test_a_taken_port(tmp_path: Path) -> None:
     socket_path = tmp_path / "engine.sock"
-    with socket.create_server(("127.0.0.1", 0)) as taken, socket.socket(socket.AF_UNIX) as engine:
+    with socket.create_server(("127.0.0.1", free_port())) as taken, socket.socket(socket.AF_UNIX) as engine:
         port = taken.getsockname()[1]
         engine.bind(str(socket_path))
         engine.listen()
@@ -184,8 +185,7 @@ def test_ucx_settings_that_disable_what_is_needed() -> None:
 
 @pytest.mark.nixl
 def test_all_checks_and_a_live_peer() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     with sidecars(["p"], {"peer_port": port}) as (p,):
         address = f"127.0.0.1:{port}"
         told = doctor(

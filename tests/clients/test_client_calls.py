@@ -382,6 +382,8 @@ def test_sidecar_that_comes_back_is_found_again(tmp_path: Path, connect: Callabl
         stub.start()
         assert call("wait_ready").version == version
         stub.stop()
+        with pytest.raises(KvxferError):
+            call("status")  # the client has noticed
 
 
 def test_closed_client_refuses_calls(stub: Stub) -> None:

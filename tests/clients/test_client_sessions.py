@@ -33,7 +33,10 @@ from kvxfer_client import (
 from tests.clients.stub import Stub
 from tests.clients.test_client_sidecars import KEY, blocks_on_p, layout
 
-GRACE = 0.4
+#: Long enough for a client that stands still between registering and holding.
+GRACE = 2.0
+#: Where a test waits for its end; elsewhere nothing ends so.
+ENDS = pytest.mark.parametrize("grace", [GRACE])
 
 
 async def soon(condition: Callable[[], object], seconds: float = 10.0) -> None:
@@ -105,11 +108,11 @@ class Tasks:
 class Place:
     """Where a sidecar is, was, and will be again; and an engine with its memory."""
 
-    def __init__(self, directory: Path, kind: type[Threads] | type[Tasks]) -> None:
+    def __init__(self, directory: Path, kind: type[Threads] | type[Tasks], grace: float) -> None:
         self.directory = directory
         self.fabric = Fabric()
         self.settings = Settings(
-            engine_socket=directory / "s.sock", memory_directories=(str(directory),), engine_grace=GRACE
+            engine_socket=directory / "s.sock", memory_directories=(str(directory),), engine_grace=grace
         )
         self.caller = kind(f"unix:{self.settings.engine_socket}")
         self.regions = [SharedRegion.create_file(directory / f"r{i}", r.size) for i, r in enumerate(layout().regions)]
@@ -185,9 +188,15 @@ class Proxy:
         writer.close()
 
 
+@pytest.fixture
+def grace() -> float:
+    """How long a sidecar waits for an engine that is gone, seconds."""
+    return 60.0
+
+
 @pytest.fixture(params=[Threads, Tasks])
-async def place(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Place]:
-    made = Place(tmp_path, request.param)
+async def place(request: pytest.FixtureRequest, tmp_path: Path, grace: float) -> AsyncIterator[Place]:
+    made = Place(tmp_path, request.param, grace)
     await made.start()
     yield made
     await made.caller.close()
@@ -216,15 +225,18 @@ async def test_a_session_holds_and_gives_back(place: Place) -> None:
     assert (caught.value.field, "the session" in caught.value.message) == ("session", True)
 
 
+@ENDS
 async def test_a_session_that_lets_go_is_undone_after_the_grace(place: Place) -> None:
     session = await place.session()
     await place.caller.do(session.close, unregister=False)
+    await soon(lambda: next(iter(place.sidecar.registrations)).hold.streams == 0)  # type: ignore[union-attr]
     (known,) = (await place.caller.do(place.caller.client.status)).registrations
     assert known.holders == 0
     assert known.undone_in is not None
     await soon(lambda: place.held() == [])
 
 
+@ENDS
 async def test_closing_the_client_lets_go_too(place: Place) -> None:
     session = await place.session()
     await place.caller.close()
@@ -234,6 +246,7 @@ async def test_closing_the_client_lets_go_too(place: Place) -> None:
     await place.caller.do(session.close)
 
 
+@ENDS
 @pytest.mark.parametrize("how", ["stop", "crash"])
 async def test_a_sidecar_that_restarts(place: Place, how: str) -> None:
     session = await place.session()
@@ -279,6 +292,7 @@ async def test_it_restarts_again_and_again(place: Place) -> None:
 async def test_a_broken_stream_alone_loses_nothing(place: Place) -> None:
     async with Proxy(place.directory / "proxy.sock", place.settings.engine_socket) as proxy:
         direct, place.caller = place.caller, type(place.caller)(proxy.target)
+        await place.caller.do(place.caller.client.wait_ready)  # connects again where the proxy was slow to pass it on
         session = await place.session()
         first = session.registered
         for _ in range(3):
@@ -292,7 +306,8 @@ async def test_a_broken_stream_alone_loses_nothing(place: Place) -> None:
         place.caller = direct
 
 
-async def test_a_sidecar_that_never_comes_back(place: Place) -> None:
+async def test_a_sidecar_that_never_comes_back(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvxfer_client.life.FIRST_PAUSE", 60.0)
     session = await place.session()
     await place.stop()
     await soon(lambda: session.registered is None)
@@ -302,10 +317,11 @@ async def test_a_sidecar_that_never_comes_back(place: Place) -> None:
     assert session.error is None
     began = time.monotonic()
     await place.caller.do(session.close)
-    assert time.monotonic() - began < 1.0
+    assert time.monotonic() - began < 10.0  # the pause is longer
     assert place.told.ended == []
 
 
+@ENDS
 async def test_the_first_registration_is_tried_once(place: Place) -> None:
     await place.stop()
     with pytest.raises(KvxferError) as caught:
@@ -330,7 +346,7 @@ async def test_what_no_retry_helps_ends_it(place: Place) -> None:
     for region in place.regions:
         region.unlink()  # a sidecar that restarts cannot map them any more
     await place.start()
-    await soon(lambda: session.error is not None)
+    await soon(lambda: place.told.ended)
     assert session.error.reason is Reason.MEMORY_HANDLE_INVALID
     assert place.told.order == ["registered", "lost", "ended"]
     assert place.told.lost == [(Reason.SHUTTING_DOWN, old)]
@@ -373,7 +389,7 @@ async def test_a_callback_that_raises_ends_it(place: Place) -> None:
 
     session = await place.session(on_lost=broken)
     await place.stop()
-    await soon(lambda: session.error is not None)
+    await soon(lambda: place.told.ended)
     assert session.error.reason is Reason.INTERNAL
     assert "a fault of the owner" in session.error.message
     assert place.told.order == ["registered", "ended"]
@@ -428,12 +444,13 @@ async def test_a_memfd_of_the_sidecar_is_gone_with_it(place: Place) -> None:
     session = await place.session([Owned(r.size, OwnedBacking.MEMFD) for r in layout().regions])
     await place.stop()
     await place.start()
-    await soon(lambda: session.error is not None)
+    await soon(lambda: place.told.ended)
     assert (session.error.reason, session.error.field) == (Reason.MEMORY_HANDLE_INVALID, "memory[0]")
     assert place.told.order == ["registered", "lost", "ended"]
     await place.caller.do(session.close)
 
 
+@ENDS
 async def test_leases_live_on_where_the_session_keeps_them(place: Place) -> None:
     session = await place.session([Owned(r.size) for r in layout().regions], keep_leases=True)
     client = place.caller.client
@@ -455,7 +472,7 @@ async def test_leases_as_data(place: Place) -> None:
     tokens = {name: new_lease_token() for name in ("r1", "r2", "r3")}
     watch = await do(client.watch_leases)
     for name, token in tokens.items():
-        assert 29 < await do(client.publish, name, blocks_on_p(), 40, token) <= 30
+        assert 20 < await do(client.publish, name, blocks_on_p(), 40, token) <= 30
     assert 50 < await do(client.renew, "r1", tokens["r1"], ttl=60.0) <= 60
     assert 50 < await do(client.renew, "r1", tokens["r1"]) <= 60  # never shorter
     with pytest.raises(KvxferError) as caught:
@@ -518,7 +535,7 @@ async def test_closing_is_prompt_where_the_sidecar_hangs(
         await soon(lambda: len(stub.requests) > asked)
     began = time.monotonic()
     await caller.do(session.close, unregister=False)
-    assert time.monotonic() - began < 1.0
+    assert time.monotonic() - began < 3.0  # the first deadline is 5 s away
     broken.set()
     await caller.close()
     stub.stop()

@@ -42,6 +42,7 @@ from kvxfer_client import (
     snapshot,
     ticket_to_string,
 )
+from tests.support.loopback import soon
 
 KEY = "model@1/bf16"
 BLOCK_TOKENS, BLOCKS, SNAPSHOTS = 16, 8, 4
@@ -251,6 +252,7 @@ async def test_cancel_waits_until_the_blocks_are_safe(world: World) -> None:
     world.fabric.hold()
     posted = await world.d.client.read(ticket, blocks_on_d(), wait=False)
     assert (posted.state, posted.quiesced) == (TransferState.POSTED, False)
+    await soon(lambda: world.fabric.posts == 1)  # what is cancelled before that is never posted
     with pytest.raises(KvxferError) as caught:
         await world.d.client.read(ticket, blocks_on_d())
     assert caught.value.reason is Reason.LOCAL_BLOCK_BUSY

@@ -40,16 +40,16 @@ def test_what_is_here() -> None:
 
 
 @pytest.mark.parametrize(
-    "program, says",
+    "program, deadline, says",
     [
-        ("import time; time.sleep(600)", "did not answer within"),
-        ("import os; os.abort()", "ended by signal 6"),
-        ("raise SystemExit('no such thing')", "ended with status 1: no such thing"),
-        ("", "ended with status 0: it said nothing"),
+        ("import time; time.sleep(600)", 2.0, "did not answer within"),
+        ("import os; os.abort()", 60.0, "ended by signal 6"),
+        ("raise SystemExit('no such thing')", 60.0, "ended with status 1: no such thing"),
+        ("", 60.0, "ended with status 0: it said nothing"),
     ],
 )
 def test_children_that_fail_are_told_and_ended(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, program: str, says: str
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, program: str, deadline: float, says: str
 ) -> None:
     stand_in = tmp_path / "python"
     stand_in.write_text(f'#!/bin/sh\nexec {sys.executable} -S -c "{program}"\n')
@@ -57,8 +57,8 @@ def test_children_that_fail_are_told_and_ended(
     monkeypatch.setattr(probe.sys, "executable", str(stand_in))
     monkeypatch.setattr(probe, "_GRACE", 0.2)
     before, began = children(), time.monotonic()
-    survey, pair = probe.look(os.environ, deadline=2.0)
+    survey, pair = probe.look(os.environ, deadline=deadline)
     assert says in survey.failure
     assert says in pair.failure
     assert children() <= before
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 30

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import secrets
 import shlex
 import signal
 import socket
@@ -173,7 +174,8 @@ def places(texts: Sequence[str], **words: str) -> Iterator[list[str]]:
 
 
 def free_port() -> int:
-    """A TCP port that nobody listens at."""
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        return int(taken.getsockname()[1])
+    """A TCP port that nobody listens at, below those that the kernel gives to others meanwhile."""
+    while True:
+        with contextlib.suppress(OSError), socket.socket() as taken:
+            taken.bind(("127.0.0.1", 20_000 + secrets.randbelow(10_000)))
+            return int(taken.getsockname()[1])

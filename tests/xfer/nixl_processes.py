@@ -175,7 +175,7 @@ async def _awaited(scenario: Callable[[], Awaitable[None]]) -> None:
 
 
 def run(
-    scenario: Callable[[], Awaitable[None]], environment: Mapping[str, str] | None = None, seconds: float = 60.0
+    scenario: Callable[[], Awaitable[None]], environment: Mapping[str, str] | None = None, seconds: float = 100.0
 ) -> None:
     """Run an async function in a process of its own, and fail with its traceback, or when it takes too long."""
     ours, theirs = _SPAWN.Pipe(duplex=False)

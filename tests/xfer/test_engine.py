@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import time
+import threading
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field, replace
 
@@ -131,7 +131,7 @@ async def test_the_kth_post_fails(world: World, reason: Reason) -> None:
     assert caught.value.reason is reason
     assert caught.value.metadata["peer"] == "source"
     if reason is Reason.PEER_LOST:
-        await asyncio.wait_for(read.quiesced, 1)
+        await asyncio.wait_for(read.quiesced, 5)
     assert (state_of(read), read.kept) == (ReadState.FAILED, reason is not Reason.PEER_LOST)
     with pytest.raises(KvxferError, match="TRANSFER_STATE"):
         await world.reader.post(read)
@@ -159,7 +159,7 @@ async def test_a_cancelled_read_drains(world: World) -> None:
     first.cancel()
     assert not read.is_quiesced
     world.fabric.let_go()
-    await asyncio.wait_for(read.quiesced, 1)
+    await asyncio.wait_for(read.quiesced, 5)
     assert state_of(read) is ReadState.DONE
     assert world.into.any()
     assert (await world.reader.info()).in_flight == 0
@@ -170,14 +170,15 @@ async def _wait(read: Read) -> None:
 
 
 async def test_a_read_cancelled_before_it_was_handed_over_is_never_posted(world: World) -> None:
-    read = await world.make()
-    busy = world.reader._pump().call(lambda _: time.sleep(0.05))
+    read, free = await world.make(), threading.Event()
+    busy = world.reader._pump().call(lambda _: free.wait(10))
     posting = asyncio.ensure_future(world.reader.post(read))
     await asyncio.sleep(0)
     posting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await posting
-    await asyncio.wait_for(read.quiesced, 1)
+    free.set()
+    await asyncio.wait_for(read.quiesced, 5)
     await busy
     assert world.fabric.posts == 0
     assert state_of(read) is ReadState.FAILED
@@ -293,7 +294,7 @@ async def test_an_unforeseen_failure_is_internal_and_the_thread_lives_on(world: 
 
 async def _silent(world: World) -> tuple[LoopbackEngine, Span, bytes]:
     """An engine that warms connections up, and a source that will not answer until ``let_go``."""
-    reader = LoopbackEngine("warm", world.fabric, settings=EngineSettings(warm_up=0.05, drain=0.2))
+    reader = LoopbackEngine("warm", world.fabric, settings=EngineSettings(warm_up=2.0, drain=0.2))
     await reader.start()
     world.fabric.hold()
     return reader, Span(world.data.ctypes.data, world.data.nbytes), await world.source.metadata()
@@ -349,6 +350,7 @@ async def test_known_peers_are_polled_for_a_moment_after_the_last_event(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What was sent last may have to be pushed out; then nothing is done until a command comes."""
+    monkeypatch.setattr(pump, "_LINGER", 3600.0 * pump._LINGER)
     running = world.reader._pump()
     polls = running.counters.polls
     await world.reader.metadata()

@@ -30,8 +30,9 @@ async def test_one_that_runs_has_none(engine: LoopbackEngine) -> None:
 
 
 async def test_polling_that_fails_for_long(engine: LoopbackEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watch, "FAILING", 0.05)
-    really = engine.driver.notifications
+    monkeypatch.setattr(watch, "FAILING", 3600.0)
+    running, really = engine._running, engine.driver.notifications
+    assert running is not None
     fails = True
 
     def fail() -> Any:
@@ -41,7 +42,9 @@ async def test_polling_that_fails_for_long(engine: LoopbackEngine, monkeypatch: 
 
     monkeypatch.setattr(engine.driver, "notifications", fail)
     with engine.serving():
-        assert engine.fault == ""  # a single failure is none
+        await soon(lambda: running.counters.poll_errors > 1)
+        assert engine.fault == ""  # it has not failed for long
+        monkeypatch.setattr(watch, "FAILING", 0.05)
         await soon(lambda: engine.fault.startswith("polling the transfer library has failed for"))
         fails = False
         await soon(lambda: engine.fault == "")
@@ -90,9 +93,10 @@ async def test_a_library_that_does_not_come_back(engine: LoopbackEngine, monkeyp
         free.wait(10)
         return ()
 
-    monkeypatch.setattr(engine.driver, "notifications", hang)
     try:
         with engine.serving():
+            await engine.metadata()  # all that was asked so far is taken
+            monkeypatch.setattr(engine.driver, "notifications", hang)
             await soon(hangs.is_set)
             assert engine.fault == ""  # nobody waits for it
             waiting = engine.connected()

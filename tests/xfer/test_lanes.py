@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -125,6 +126,21 @@ async def test_no_part_is_very_large(world: World) -> None:
 
 async def test_parts_are_larger_where_posting_copies(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """As the last large read did it; what only sends while it posts has small parts."""
+    clock = threading.local()  # moves with what the thread has tried, so that no stall counts
+
+    def now() -> float:
+        return getattr(clock, "now", 0.0)
+
+    def ticking(really: Callable[[Any], bool]) -> Callable[[Any], bool]:
+        def check(handle: Any) -> bool:
+            clock.now = now() + 1.0
+            return really(handle)
+
+        return check
+
+    monkeypatch.setattr(pump, "time", SimpleNamespace(perf_counter=now, sleep=time.sleep))
+    for lane in world.lanes:
+        monkeypatch.setattr(lane.driver, "check", ticking(lane.driver.check))
     sizes = []
     for held in (False, True, False):
         read = await world.make(32)
@@ -172,6 +188,7 @@ async def test_bulk_does_not_pile_up_in_the_transport(world: World, monkeypatch:
     """A lane has one part under way, and more only where they are gone in a moment; small reads always go."""
     monkeypatch.setattr(pump, "BULK_BYTES", SPLIT)
     monkeypatch.setattr(pump, "BULK_SECONDS", 0.0)
+    monkeypatch.setattr("kvxfer.xfer.lanes.COPIED_PARTS", 1)  # four parts each time, also where posting took long
     world.fabric.hold()
     large = world.reader.submit(await world.make(32))  # four parts
     await until(lambda: world.fabric.posts == 2, 5.0)
@@ -347,7 +364,7 @@ async def _wait(read: Read) -> None:
 
 async def test_a_meeting_that_was_called_off_is_undone_in_every_lane(world: World) -> None:
     """One lane had met the peer already when its caller gave up, the other had not."""
-    settings = [EngineSettings(warm_up=seconds, drain=0.2) for seconds in (0.0, 0.1)]
+    settings = [EngineSettings(warm_up=seconds, drain=0.2) for seconds in (0.0, 60.0)]
     lanes = [LoopbackEngine(f"late{i}", world.fabric, settings=settings[i]) for i in range(2)]
     reader = LanedEngine(lanes)
     await reader.start()

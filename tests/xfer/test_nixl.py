@@ -92,7 +92,7 @@ async def strided_and_shuffled() -> None:
         assert (expected != before).sum() > 60_000
         assert np.array_equal(memory, expected)
         assert state_of(read) is ReadState.DONE
-        await asyncio.wait_for(read.quiesced, 1)
+        await asyncio.wait_for(read.quiesced, 10)
         assert await it.do("notes", 1) == [("reader-1", b"n")]
         assert await it.do("memory") is True
 
@@ -266,14 +266,19 @@ async def big_read(engine: TransferEngine, it: Target) -> tuple[Bytes, Peer, Rea
     peer = await meet(engine, it)
     local, remote = await whole(engine, it, memory, peer, 1 << 20)
     every = np.arange(local.total, dtype=np.int32)
-    read = await engine.make_read(local, every, remote, every, b"done")
-    posted = asyncio.ensure_future(engine.post(read))
-    await until(lambda: bool(memory[:: 1 << 16].any()))
     assert it.process.pid is not None
-    os.kill(it.process.pid, signal.SIGSTOP)
-    await asyncio.sleep(0.2)  # what was under way on the wire arrives
-    assert not posted.done(), "the read was over before the target was stopped: nothing can be tested"
-    return memory, peer, read, posted
+    for _ in range(10):
+        memory[:] = 0
+        read = await engine.make_read(local, every, remote, every, b"done")
+        posted = asyncio.ensure_future(engine.post(read))
+        await until(lambda: bool(memory[:: 1 << 16].any()))
+        os.kill(it.process.pid, signal.SIGSTOP)
+        await asyncio.sleep(0.2)  # what was under way on the wire arrives
+        if not memory[-4096:].any():
+            return memory, peer, read, posted
+        proceed(it)  # all was sent before the target was stopped: once more
+        await posted
+    raise AssertionError("no read was caught half-way: nothing can be tested")
 
 
 def proceed(it: Target) -> None:
@@ -388,11 +393,14 @@ async def idle() -> None:
         usage = await it.do("cpu", 2.0)
         assert usage < 0.01, f"idle: {usage:.1%}"
         await it.do("connect")
-        before = await it.do("polls")
-        usage = await it.do("cpu", 2.0)
-        polls = await it.do("polls") - before
-        print(f"connected: {usage:.2%} of a core, {polls} polls in 2 s")
-        assert usage < 0.05, f"connected: {usage:.1%}"
+        for _ in range(5):  # the machine may stand still meanwhile
+            before = await it.do("polls")
+            usage = await it.do("cpu", 2.0)
+            polls = await it.do("polls") - before
+            print(f"connected: {usage:.2%} of a core, {polls} polls in 2 s")
+            assert usage < 0.05, f"connected: {usage:.1%}"
+            if polls >= 150:
+                break
         assert polls >= 150, "a connected pump polls at least every 10 ms, give or take a busy machine"
         memory = np.zeros(it.size, dtype=np.uint8)
         await engine.register([span_of(memory)])

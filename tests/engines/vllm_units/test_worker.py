@@ -93,8 +93,8 @@ class World:
         settings = Settings(
             engine_socket=self.directory / f"{name}.sock",
             memory_directories=(str(self.directory / name),),
-            engine_grace=0.2,
-            publish_wait=0.2,
+            engine_grace=2.0,
+            publish_wait=2.0,
             drain_timeout=0.3,
         )
         (self.directory / name).mkdir(exist_ok=True)
@@ -212,7 +212,7 @@ async def test_p_s_engine_dies_after_the_prefill(world: World) -> None:
     await until(lambda: len(leases))
     p.cache.mover.close()
     p.cache.client.close()  # as its sockets are when a process has died
-    await asyncio.sleep(0.5)  # past the grace
+    await until(lambda: world.sidecars["p"].registrations.known("p").hold.over)  # type: ignore[union-attr]
     decode(d, params)
     await d.until("received", "on d")
     assert not d.told.failed
