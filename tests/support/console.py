@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import re
 import shlex
 import signal
@@ -173,7 +174,12 @@ def places(texts: Sequence[str], **words: str) -> Iterator[list[str]]:
 
 
 def free_port() -> int:
-    """A TCP port that nobody listens at."""
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        return int(taken.getsockname()[1])
+    """A TCP port that nobody listens at.
+
+    It is bound only seconds later: none of those that the kernel hands out to whoever asks for any.
+    """
+    while True:
+        port = random.randrange(20_000, 32_000)
+        with socket.socket() as taken, contextlib.suppress(OSError):
+            taken.bind(("127.0.0.1", port))
+            return port
