@@ -157,6 +157,10 @@ class Play:
         """Whether bytes have arrived."""
         return bool(self.d.blocks[: LARGE : LARGE // 16, ::4096].any())
 
+    def arrived(self) -> float:
+        """The share of its pages that have arrived."""
+        return float((self.d.blocks[:LARGE, ::4096] != 0).mean())
+
     def complete(self) -> bool:
         return bool(self.d.blocks[:LARGE, ::4096].all())
 

@@ -12,6 +12,7 @@ import pytest
 
 from kvxfer_client import KvxferError, LeaseInfo, Reason, Registered
 from kvxfer_client.testing import RULES, BrokenRule, Check, Make, Sidecars, checks
+from kvxfer_client.testing import sidecars as sidecars_module
 from kvxfer_client.testing import stage as stage_module
 from tests.support.toy_engine import BLOCK, Request, ToyEngine
 
@@ -20,8 +21,12 @@ BY_NAME = {check.name: check for check in checks()}
 
 @pytest.fixture(scope="module")
 def sidecars() -> Iterator[Sidecars]:
-    with Sidecars([sys.executable, "-m", "kvxfer"]) as made:
-        yield made
+    """With longer times than the kit's: nobody who stands still for a moment is to be given up."""
+    patient = {"engine_grace": 10.0, "handshake_timeout": 10.0, "read_grant": 10.0}
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(sidecars_module, "SETTINGS", {**sidecars_module.SETTINGS, **patient})
+        with Sidecars([sys.executable, "-m", "kvxfer"]) as made:
+            yield made
 
 
 @pytest.mark.parametrize("check", checks(), ids=str)

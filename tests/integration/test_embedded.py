@@ -91,6 +91,7 @@ def test_the_death_of_an_engine_is_that_of_its_sidecar(p: Embedding, d: Embeddin
     with pytest.raises(KvxferError) as caught:
         d.ask("read", ticket)
     assert caught.value.reason in (Reason.PEER_LOST, Reason.PEER_UNREACHABLE)
+    until(lambda: d.ask("at_rest"), 20, "that nothing writes D's blocks")
     with embedding("p", 4) as successor:  # and D goes on with the next one
         assert d.ask("read", successor.ask("publish"))[0].shape == filled(1)[0].shape
 

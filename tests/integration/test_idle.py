@@ -55,14 +55,17 @@ def test_idle_sidecars_cost_next_to_nothing() -> None:
         d.read(0, p, ticket, lists, {g.name: Want(0, TOKENS) for g in d.groups})
         # P polls without pause for a moment after it has met a reader, and for ten seconds after a read.
         until(lambda: observe([p_side], 0.5)[0][1] < 60, 20, "calm")
-        found = dict(zip(("alone", "p", "d"), observe([alone, p_side, d_side], WINDOW), strict=True))
-        print({n: f"{s:.2%}, {w:.0f} wakes/s" for n, (s, w) in found.items()})
         # How often threads wake up does not depend on the machine; what a wake-up costs does, tenfold where others keep
         # it busy.  Over a quiet minute (KVXFER_TEST_IDLE=60) less than 1 % is looked for, here only spinning.
         limit = 0.01 if "KVXFER_TEST_IDLE" in os.environ else 0.1
-        for share, often in found.values():
-            assert share < limit
-            assert often < 60
+
+        def idle() -> bool:
+            found = dict(zip(("alone", "p", "d"), observe([alone, p_side, d_side], WINDOW), strict=True))
+            print({n: f"{s:.2%}, {w:.0f} wakes/s" for n, (s, w) in found.items()})
+            return all(share < limit and often < 60 for share, often in found.values())
+
+        # Looked at twice if need be: who stands still for a moment looks calm before it is.
+        until(idle, 1.5 * WINDOW, "that nobody does anything")
         # It is still connected, and wakes up at once.
         assert len(p_side.status().peers) == len(d_side.status().peers) == 1
         d.read(0, p, p.ticket(lists, TOKENS), lists, {g.name: Want(0, TOKENS) for g in d.groups})

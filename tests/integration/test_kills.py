@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from collections.abc import Iterator
 
 import grpc
+import numpy as np
 import pytest
 
 from kvxfer.core.errors import Reason
@@ -67,14 +70,27 @@ def scene(stage: Scene) -> Scene:
     return stage
 
 
-def in_mid_read(scene: Scene, transfer_id: str) -> None:
-    """Post a read of everything, and return while it is under way: some bytes are there, not all."""
-    scene.d.blocks[:] = 0
+def in_mid_read(scene: Scene, transfer_id: str, side: SidecarProcess) -> tuple[str, grpc.Future[pb.ReadBlocksResponse]]:
+    """Have everything read, and stop a sidecar while that is under way: some bytes are there, many are not.
+
+    Where the read was over before, it is tried again.
+
+    :returns: the read's ID, and the call that waits for it.
+    """
     every = range(LARGE)
-    request = scene.d.request(scene.p.ticket(every), every, transfer_id=transfer_id, wait=False)
-    scene.d_side.stub.ReadBlocks(request, timeout=DEADLINE)
     probes = scene.d.blocks[:: LARGE // 64, 0]
-    until(probes.any, DEADLINE, "the first byte")
+    for attempt in range(5):
+        name = f"{transfer_id}-{attempt}"
+        scene.d.blocks[:] = 0
+        request = scene.d.request(scene.p.ticket(every), every, transfer_id=name)
+        waiting: grpc.Future[pb.ReadBlocksResponse] = scene.d_side.stub.ReadBlocks.future(request, timeout=60)
+        until(probes.any, 30, "the first byte")
+        os.kill(side.pid, signal.SIGSTOP)
+        if np.count_nonzero(probes) < 0.75 * len(probes):  # what is still in sockets is less than the rest
+            return name, waiting
+        os.kill(side.pid, signal.SIGCONT)
+        waiting.result(60)
+    raise AssertionError("the read has always been over before it could be caught")
 
 
 def test_a_killed_p_engine_with_memory_of_no_name(scene: Scene) -> None:
@@ -92,7 +108,9 @@ def test_a_killed_p_engine_with_memory_of_no_name(scene: Scene) -> None:
         assert (scene.d.blocks[FEW] == 77).all()
         if transfer_id == "before":
             engine.kill()
-    scene.p_side.stub.UnregisterCache(pb.UnregisterCacheRequest(engine_id="mortal"), timeout=DEADLINE)
+    farewell = pb.UnregisterCacheRequest(engine_id="mortal")
+    farewell.drain_timeout.FromSeconds(20)  # until D's sidecar has told that the read is over
+    scene.p_side.stub.UnregisterCache(farewell, timeout=30)
     scene.d.read(scene.p, FEW)
 
 
@@ -116,6 +134,7 @@ def test_p_killed_while_connected_and_idle(scene: Scene) -> None:
     prepared = pb.PrepareTransferRequest(spec=scene.d.request(ticket, FEW, transfer_id="prepared").spec)
     scene.d_side.stub.PrepareTransfer(prepared, timeout=DEADLINE)
     scene.p_side.kill()
+    until(lambda: scene.d.get("prepared").state == pb.TRANSFER_STATE_FAILED, DEADLINE, "that D misses P")
     read = pb.ReadBlocksRequest(engine_id="d", transfer_id="prepared")
     error = refused(lambda: scene.d_side.stub.ReadBlocks(read, timeout=DEADLINE))
     assert error.reason is Reason.PEER_LOST
@@ -146,22 +165,22 @@ def test_p_back_at_the_same_port(scene: Scene) -> None:
     restart_p(scene)
     error = refused(lambda: scene.d_side.stub.ReadBlocks(scene.d.request(old_ticket, FEW), timeout=DEADLINE))
     # It may still find the old connection broken, once.
-    if error.reason is Reason.PEER_LOST:
+    if error.reason in (Reason.PEER_LOST, Reason.PEER_UNREACHABLE):
+        scene.d.rest()
         error = refused(lambda: scene.d_side.stub.ReadBlocks(scene.d.request(old_ticket, FEW), timeout=DEADLINE))
     assert error.reason is Reason.STALE_INCARNATION
     scene.d.read(scene.p, FEW)
 
 
 def test_p_killed_in_mid_read(scene: Scene) -> None:
-    in_mid_read(scene, "t1")
+    name, waiting = in_mid_read(scene, "t1", scene.p_side)
     scene.p_side.kill()
-    read = pb.ReadBlocksRequest(engine_id="d", transfer_id="t1")
-    error = refused(lambda: scene.d_side.stub.ReadBlocks(read, timeout=DEADLINE))
+    error = refused(lambda: waiting.result(DEADLINE))
     # P may have died before it confirmed the read.
     assert error.reason in (Reason.PEER_LOST, Reason.PEER_UNREACHABLE)
     assert not scene.d.blocks.all(), "the read had ended before the kill"
-    until(lambda: scene.d.get("t1").quiesced, DEADLINE, "quiesced")
-    assert scene.d.get("t1").state == pb.TRANSFER_STATE_FAILED
+    until(lambda: scene.d.get(name).quiesced, DEADLINE, "quiesced")
+    assert scene.d.get(name).state == pb.TRANSFER_STATE_FAILED
     survivors_are_well(scene)
     restart_p(scene)
     scene.d.read(scene.p, FEW)
@@ -169,13 +188,10 @@ def test_p_killed_in_mid_read(scene: Scene) -> None:
 
 def test_d_killed_in_mid_read(scene: Scene) -> None:
     """P goes on serving: its other readers and its own engine notice nothing."""
-    in_mid_read(scene, "t2")
-    read = pb.ReadBlocksRequest(engine_id="d", transfer_id="t2")
-    waiting = scene.d_side.stub.ReadBlocks.future(read, timeout=DEADLINE)
-    assert scene.d.get("t2").state == pb.TRANSFER_STATE_POSTED
+    _, waiting = in_mid_read(scene, "t2", scene.d_side)
     scene.d_side.kill()
     with pytest.raises(grpc.RpcError) as caught:
-        waiting.result()
+        waiting.result(DEADLINE)
     assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
     assert not scene.d.blocks.all(), "the read had ended before the kill"
     # For some seconds, in which UCX finds out that the reader is gone.

@@ -43,10 +43,14 @@ async def scene() -> AsyncIterator[Reading]:
         yield await pair(cluster)
 
 
+#: Seconds that sidecars take for what is no matter of time here.
+PATIENT: Final = {"handshake_timeout": 20.0, "drain_timeout": 10.0}
+
+
 async def pair(cluster: Cluster, **settings: Any) -> Reading:
     """Two sidecars over NIXL, which have read from one another."""
-    p = await cluster.engine("engine-p", [await cluster.node(real=True, **settings)])
-    d = await cluster.engine("engine-d", [await cluster.node(real=True)])
+    p = await cluster.engine("engine-p", [await cluster.node(real=True, **PATIENT, **settings)])
+    d = await cluster.engine("engine-d", [await cluster.node(real=True, **PATIENT)])
     made = Reading(cluster, p, d)
     await made.good()
     return made
@@ -122,7 +126,7 @@ async def restarted_engine(scene: Reading) -> Ticket:
 async def restarted_sidecar(scene: Reading) -> Ticket:
     ticket = scene.ticket()
     await scene.p.nodes[0].stop()
-    scene.p.nodes[0] = await scene.cluster.node(real=True, publish_wait=0.2)
+    scene.p.nodes[0] = await scene.cluster.node(real=True, publish_wait=0.2, **PATIENT)
     await scene.p.register()
     scene.p.hold(scene.p_lists)
     await scene.good()
@@ -203,9 +207,15 @@ def stale_bytes_are_there(scene: Reading) -> bool:
 
 @pytest.mark.parametrize("checked", [True, False], ids=["checked", "unchecked"])
 async def test_what_was_read_before_it_was_published_does_not_count(
-    scene: Reading, checked: bool, monkeypatch: pytest.MonkeyPatch
+    checked: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """D is quicker than P's worker: the READ is over when the blocks are written and published."""
+    async with new_cluster() as cluster:
+        # P waits for the publication for as long as it takes.
+        await read_before_it_was_published(await pair(cluster, publish_wait=20.0), checked, monkeypatch)
+
+
+async def read_before_it_was_published(scene: Reading, checked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     ticket = scene.p.ticket(scene.p_lists, scene.TOKENS, publish=False)
     somebody_elses(scene)
     early = scene.p.members[0].image().copy()
@@ -235,7 +245,9 @@ async def ask(scene: Reading, ticket: Ticket) -> pb.ReadBlocksResponse:
 async def test_what_ends_after_the_granted_time_does_not_count(checked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """P may free the blocks when the time that it has granted is over, and D does not hear of it."""
     async with new_cluster() as cluster:
-        scene = await pair(cluster, read_grant=0.05)
+        scene = await pair(cluster)
+        leases = leases_of(scene)
+        monkeypatch.setattr(leases, "_settings", replace(leases._settings, read_grant=0.05))
         registered = scene.d.nodes[0].sidecar.registrations.get("engine-d")
         source = next(iter(registered.links)).sources[0]
         really = source.client.open_read
@@ -247,7 +259,7 @@ async def test_what_ends_after_the_granted_time_does_not_count(checked: bool, mo
         async def slow(record: OpenRead, timeout: float) -> Granted:
             answer = await really(record, timeout)
             # The answer takes longer than the grant; and than the READ, which needs no more time then.
-            await soon(lambda: leases_of(scene).open_reads == 0 and moved())
+            await soon(lambda: leases.open_reads == 0 and moved())
             return answer
 
         monkeypatch.setattr(source.client, "open_read", slow)

@@ -101,6 +101,10 @@ class EmbeddingEngine:
         self.client.read(ticket, grouped(D_IDS, LAYOUT, TOKENS))
         return self.arrays
 
+    def at_rest(self) -> bool:
+        """Whether nothing writes its blocks any more."""
+        return all(transfer.quiesced for transfer in self.client.list_transfers())
+
     def forget(self) -> list[bool]:
         """Let go of the arrays; which of them are still there."""
         self.arrays = []

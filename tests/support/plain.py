@@ -13,6 +13,7 @@ from kvxfer.pb import transfer_pb2 as pb
 from kvxfer.wire.tickets import Ticket
 from tests.support.engines import Bytes, Member, SharedRegions, make_ticket, publication, read_request, registration
 from tests.support.fleet import Worker
+from tests.support.processes import until
 
 #: Bytes of a block, which is one token.
 BLOCK = 1 << 20
@@ -80,6 +81,12 @@ class PlainEngine:
     def get(self, transfer_id: str) -> pb.Transfer:
         request = pb.GetTransferRequest(engine_id=self.engine_id, transfer_id=transfer_id)
         return self.worker.stub.GetTransfer(request, timeout=10).transfer
+
+    def rest(self) -> None:
+        """Wait until nothing writes its blocks: a refused read may have been posted, and then keeps them busy."""
+        request = pb.ListTransfersRequest(engine_id=self.engine_id)
+        stub = self.worker.stub
+        until(lambda: all(t.quiesced for t in stub.ListTransfers(request, timeout=10).transfers), 20, "quiescence")
 
     def close(self) -> None:
         del self.blocks

@@ -29,12 +29,14 @@ _BAD_SIGNS = ("Traceback", "unforeseen", "a transfer task failed", "never retrie
 
 
 def until(condition: Callable[[], object], seconds: float = 10.0, what: str = "the condition") -> None:
-    """Poll a condition, with a deadline."""
+    """Poll a condition, with a deadline; after it once more, for whoever polls may have stood still meanwhile."""
     deadline = time.monotonic() + seconds
+    late = False
     while not condition():
-        if time.monotonic() > deadline:
+        if late:
             raise AssertionError(f"{what} did not come true within {seconds} s")
         time.sleep(0.005)
+        late = time.monotonic() > deadline
 
 
 @contextlib.contextmanager

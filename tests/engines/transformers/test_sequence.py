@@ -162,8 +162,9 @@ def test_what_may_still_be_read_is_not_written_over(clients: tuple[Client, Clien
         assert ended is not None
         assert ended.state is LeaseState.RELEASED
         assert p.wait() is None
-        # Its reader has read it, so it is free without a word, too.
+        # Its reader has read it, so it is free without a word, too, as soon as P's sidecar has heard of that.
         d.read(p.prefill(prompt, next(request_ids)))
+        until(lambda: all(lease.state.ended for lease in clients[0].list_leases()), 30, "the end of the lease")
         wanted = greedy(model, prompt[:, -1:], prefilled(model, prompt[:, :-1]))
         assert torch.equal(greedy(model, prompt[:, -1:], d.read(p.prefill(prompt, next(request_ids)))), wanted)
 
