@@ -52,6 +52,10 @@ class Grant:
             )
 
 
+#: A source that does not answer is told of by the read's own deadline; only what nobody waits for ends by the call's,
+#: which is so much later, seconds.
+LATER: Final = 5.0
+
 #: OpenRead under way: its grant, for how long the blocks had been published, and whether its READ's end is known.
 Opening: TypeAlias = "asyncio.Future[tuple[Grant, float, bool]]"
 
@@ -59,7 +63,7 @@ Opening: TypeAlias = "asyncio.Future[tuple[Grant, float, bool]]"
 def announce(source: LinkSource, record: OpenRead, timeout: float) -> Opening:
     """Have a source asked, now: what follows the call has not happened before it."""
     asked, attention = clock(), time.monotonic()
-    answer = source.client.open_read(record, timeout)
+    answer = source.client.open_read(record, timeout + LATER)
 
     async def granted() -> tuple[Grant, float, bool]:
         given = await answer

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import Any
 
 import pytest
@@ -106,6 +107,30 @@ async def test_the_end_is_told_after_the_beginning(reading: Reading, monkeypatch
     answer.set()
     await soon(lambda: len(events) == 2)
     assert events == ["granted", "closed"]
+
+
+@pytest.mark.parametrize("name", ["", "t1"], ids=["anonymous", "named"])
+async def test_a_source_that_is_silent_meets_the_deadline_of_the_read(
+    reading: Reading, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was told first, and is not lost because a read had little time."""
+    await reading.good()
+    really = transfers.resolve
+
+    def resolving(*args: Any) -> Any:
+        time.sleep(0.3)  # the read has its time from here on
+        return really(*args)
+
+    async def silent(*_: Any) -> Any:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(transfers, "resolve", resolving)
+    monkeypatch.setattr(reading.p.nodes[0].sidecar.registrations.get("engine-p").leases, "open", silent)
+    request = reading.request(name)
+    request.timeout.FromMilliseconds(500)
+    (link,) = reading.d.nodes[0].sidecar.registrations.get("engine-d").links
+    assert (await refusal(reading.stub.ReadBlocks(request))).reason is Reason.DEADLINE_EXCEEDED
+    assert link.alive
 
 
 @pytest.mark.parametrize("settled", [True, False])

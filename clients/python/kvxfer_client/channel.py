@@ -23,7 +23,7 @@ OPTIONS: Final = (
     # One that restarts is back within seconds; gRPC's own back-off would go up to two minutes.
     ("grpc.initial_reconnect_backoff_ms", 100),
     # Also how long an attempt may take: a busy sidecar needs more than an instant to say hello.
-    ("grpc.min_reconnect_backoff_ms", 1_000),
+    ("grpc.min_reconnect_backoff_ms", 3_000),
     ("grpc.max_reconnect_backoff_ms", 1_000),
     # Two clients of one process do not share a connection, nor each other's back-off.
     ("grpc.use_local_subchannel_pool", 1),

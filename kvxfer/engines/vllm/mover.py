@@ -152,7 +152,7 @@ class Mover:
                         saw(item)
             except KvxferError as error:
                 log.info("watching again: %s", error)
-                self._closing.wait(PAUSE)
+            self._closing.wait(PAUSE)
 
     # -- the engine ------------------------------------------------------------------------------------------------
 
