@@ -15,6 +15,7 @@ from typing import Any, Final
 
 import pytest
 
+from kvxfer.core import leases as core_leases
 from kvxfer.core.errors import Reason
 from kvxfer.pb import transfer_pb2 as pb
 from kvxfer.service.leases import Leases
@@ -265,7 +266,11 @@ async def test_what_ends_after_the_granted_time_does_not_count(checked: bool, mo
         monkeypatch.setattr(source.client, "open_read", slow)
         if not checked:
             monkeypatch.setattr(Grant, "check", lambda self, ended: None)
-        request = scene.d.request(scene.ticket(), scene.d_lists)
+        ticket = scene.ticket()
+        # It was not read too early; nor is the end of the READ the end of the grant.
+        leases._known[ticket.request_id].lease.__dict__["published"] -= 60.0
+        monkeypatch.setattr(core_leases, "SETTLED", 3_600.0)
+        request = scene.d.request(ticket, scene.d_lists)
         if checked:
             assert (await refusal(scene.stub.ReadBlocks(request))).reason is Reason.LEASE_EXPIRED
         else:

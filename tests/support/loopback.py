@@ -171,7 +171,7 @@ class Cluster:
 
     async def close(self) -> None:
         self.fabric.let_go()
-        for node in self.nodes:
+        for node in reversed(self.nodes):  # readers come last, and have still to tell their sources
             for known in node.sidecar.registrations:
                 for _, lease in known.leases:
                     lease._grants.clear()  # whoever was granted a read is a test that is over
@@ -293,6 +293,8 @@ async def new_cluster() -> AsyncIterator[Cluster]:
     cluster = Cluster(directory)
     try:
         yield cluster
-        await cluster.close()
     finally:
-        shutil.rmtree(directory)
+        try:
+            await cluster.close()
+        finally:
+            shutil.rmtree(directory)
