@@ -208,6 +208,11 @@ def test_the_end_of_a_read_right_after_the_publication_may_not_be_the_last() -> 
     assert one.state is State.RELEASED
 
 
+def test_a_source_that_stands_still_for_a_second_does_not_settle_what_is_new() -> None:
+    """A READ that was posted right after the publication may then be announced so late, and is still read again."""
+    assert not lease().open(key(), 1, 15.0, 1.0)
+
+
 def test_a_read_that_ended_after_the_lease_does_not_count() -> None:
     one = lease(deadline=10.0)
     one.tick(10.0)

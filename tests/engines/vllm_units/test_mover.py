@@ -505,6 +505,29 @@ def test_streams_are_opened_again_from_the_beginning(world: World) -> None:
     assert watches[:3] == [{"include_current": True}] * 3
 
 
+def test_a_stream_that_ends_is_not_opened_again_without_a_pause(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever ends it at once, again and again, would keep a core busy."""
+    monkeypatch.setattr(module, "PAUSE", 600.0)
+    pauses: queue.SimpleQueue[float] = queue.SimpleQueue()
+    really = world.mover._closing.wait
+
+    def wait(seconds: float) -> bool:
+        pauses.put(seconds)
+        return really(seconds)
+
+    monkeypatch.setattr(world.mover._closing, "wait", wait)
+    for method in ("watch", "watch_leases"):
+        world.client.answers[method] = [Stream()]
+    world.mover.follow(Held())  # type: ignore[arg-type]
+    assert [pauses.get(timeout=10) for _ in range(2)] == [600.0, 600.0]
+    assert sorted(world.client.called()[0] for _ in range(2)) == ["watch", "watch_leases"]
+    assert world.client.quiet
+    world.mover.close()
+    for thread in world.mover._followers:
+        thread.join(10)
+        assert not thread.is_alive()
+
+
 def test_a_fault_keeps_blocks_taken(world: World, caplog: pytest.LogCaptureFixture) -> None:
     def spoilt() -> None:
         raise RuntimeError("as the test wants it")
