@@ -150,7 +150,7 @@ class Sidecar:
         self._versions = library_versions()
         self._service = EngineService(self.registrations, self._limits, self.peer_address, self._versions)
         transfer_pb2_grpc.add_KvTransferServicer_to_server(self._service, engine_server)
-        peer = PeerService(self.registrations, self.settings.poll_interval)
+        peer = PeerService(self.registrations)
         peer_pb2_grpc.add_KvPeerServicer_to_server(peer, peer_server)
         for server, name in ((engine_server, ENGINE_SERVICE), (peer_server, PEER_SERVICE)):
             servicer = health.HealthServicer()

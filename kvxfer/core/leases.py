@@ -1,9 +1,9 @@
 """The life of a lease: P's promise to keep a request's blocks as they are, as a table and the bookkeeping around it.
 
-A one-sided READ cannot be refused, and not be called back.  So a reader's bytes count only where P *granted* the read
-and it ended inside the time of the grant; and P frees blocks only once their lease has ended, which it does not while
-a granted read is open.  A lease is released by distinct readers, never by a count of messages: a message that comes
-twice changes nothing, and one that is lost costs the time until the lease expires.
+A one-sided READ cannot be refused, and not be called back.  So a READ is posted only once P has *granted* it, and its
+bytes count only if it ended inside the time of the grant; and P frees blocks only once their lease has ended, which it
+does not while a granted read is open.  A lease is released by distinct readers, never by a count of messages: a message
+that comes twice changes nothing, and one that is lost costs the time until the lease expires.
 
 Pure: time comes in as an argument (seconds on any monotonic clock), and nothing is told to anybody from here.
 """
@@ -20,10 +20,6 @@ from typing import Final
 from kvxfer.core.errors import KvxferError, Reason
 from kvxfer.core.layout import Rank
 
-#: A request that was published so long ago is *settled*, seconds: a READ whose OpenRead comes then was posted after it
-#: was published, or its reader gives it up.  Before, a reader may find that its READ is older and post it again, so
-#: that the end of a READ does not mean the end of the reading.
-SETTLED: Final = 2.0
 #: For each lease: reads that may be open at once, engines that may read it, ends of reads that are remembered.
 MAX_GRANTS: Final = 4_096
 MAX_ENGINES: Final = 1_024
@@ -122,7 +118,6 @@ class Grant:
 
     opened: float
     until: float
-    settled: bool
 
 
 @dataclass(slots=True)
@@ -145,7 +140,7 @@ class Lease:
     :param token: a secret; whoever has it may read.
     :param digests: over the blocks of each group, by its name.
     :param readers: how many will read, where whoever publishes knows; else the readers tell.
-    :param published: monotonic seconds; what was read before is older than the blocks.
+    :param published: monotonic seconds.
     :param deadline: monotonic seconds.
     """
 
@@ -172,8 +167,8 @@ class Lease:
         self.state = State.HELD
         self._grants: dict[ReadKey, Grant] = {}
         self._tallies: dict[str, Tally] = {}
-        # Ends of reads.  True: the transport has told it, while the blocks were held, and OpenRead has not come yet.
-        self._closed: dict[ReadKey, bool] = {}
+        # Reads that have ended; a dict for its order.  An OpenRead that comes later is not granted any more.
+        self._closed: dict[ReadKey, None] = {}
 
     # -- looking ---------------------------------------------------------------------------------------------------
 
@@ -251,34 +246,22 @@ class Lease:
 
     # -- what readers do -------------------------------------------------------------------------------------------
 
-    def open(self, key: ReadKey, readers: int, seconds: float, now: float) -> bool:
+    def open(self, key: ReadKey, readers: int, seconds: float, now: float) -> None:
         """Grant a read for ``seconds``.
 
-        One whose end the transport has told before, while the blocks were held, is granted although the lease may have
-        ended since: it is over.  That holds once.
-
-        :returns: whether the lease is settled; see :data:`SETTLED`.
         :raises KvxferError: LEASE_EXPIRED, FIELD_INVALID (``readers`` is not what others said), LIMIT_EXCEEDED.
         """
         self.tick(now)
         if key in self._closed:
-            if not self._closed[key]:
-                raise self._too_late(key, "it ended later than the hold")
-            self._closed[key] = False
-            if not self.ended:
-                self._expect(key.engine_id, readers)
-                self._tally(key.engine_id).done.add(key.rank)
-                self._complete()
-            return True
+            raise self._too_late(key, "it has ended")
         self.check_held()
         self._expect(key.engine_id, readers)
         grant = self._grants.get(key)
         if grant is None:
             if len(self._grants) >= MAX_GRANTS:
                 raise self._too_many("open reads", "max_grants", MAX_GRANTS)
-            grant = self._grants[key] = Grant(now, now, now - self.published >= SETTLED)
+            grant = self._grants[key] = Grant(now, now)
         grant.until = max(grant.until, now + seconds)
-        return grant.settled
 
     def renew(self, key: ReadKey, seconds: float, longest: float, now: float) -> float:
         """Grant an open read ``seconds`` more, but not over ``longest`` seconds in all.
@@ -298,20 +281,15 @@ class Lease:
     def finished(self, key: ReadKey, now: float) -> bool:
         """The transport says that the last byte of a READ was read; anybody may say so.
 
-        Of a read that was granted in a settled lease that is the end.  Before it was settled only the reader can tell,
-        and of a read that is not granted yet it means nothing until it is.
+        A read is posted once, and only when it was granted: of any other it means nothing.
 
         :returns: whether it was the end of an open read.
         """
         self.tick(now)
-        grant = self._grants.get(key)
-        if grant is not None:
-            if grant.settled:
-                self.close(key, 0, now, done=True)
-            return grant.settled
-        if not self.ended and key not in self._closed and now - self.published >= SETTLED:
-            self._remember(key, True)
-        return False
+        if key not in self._grants:
+            return False
+        self.close(key, 0, now, done=True)
+        return True
 
     def close(self, key: ReadKey, readers: int, now: float, *, done: bool) -> None:
         """A read has ended; told again it changes nothing.
@@ -326,8 +304,8 @@ class Lease:
         if readers:
             self._expect(key.engine_id, readers)
         self._grants.pop(key, None)
-        if self._closed.get(key) is not False:
-            self._remember(key, False)
+        if key not in self._closed:
+            self._remember(key)
             if done and not (tally := self._tally(key.engine_id)).complete:
                 tally.done.add(key.rank)
         self._complete()
@@ -373,10 +351,10 @@ class Lease:
     def _apply(self, event: Event) -> None:
         self.state = TRANSITIONS[self.state, event]
 
-    def _remember(self, key: ReadKey, unopened: bool) -> None:
+    def _remember(self, key: ReadKey) -> None:
         if len(self._closed) >= MAX_CLOSED:  # a reader gone wild: what it says is not worth more memory
             del self._closed[next(iter(self._closed))]
-        self._closed[key] = unopened
+        self._closed[key] = None
 
     def _complete(self) -> None:
         if any(tally.complete for tally in self._tallies.values()):

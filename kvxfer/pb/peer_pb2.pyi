@@ -204,9 +204,7 @@ class ExchangeResponse(_message.Message):
     AGENT_NAME_FIELD_NUMBER: _builtins.int
     AGENT_METADATA_FIELD_NUMBER: _builtins.int
     METADATA_SHA256_FIELD_NUMBER: _builtins.int
-    POLL_INTERVAL_FIELD_NUMBER: _builtins.int
     IDLE_TIMEOUT_FIELD_NUMBER: _builtins.int
-    ATTENTION_FIELD_NUMBER: _builtins.int
     HOST_FIELD_NUMBER: _builtins.int
     protocol_version: _builtins.int
     """OUTPUT.  The highest version that both speak."""
@@ -246,18 +244,8 @@ class ExchangeResponse(_message.Message):
         """OUTPUT.  One for each of layout.regions, in their order and of their size."""
 
     @_builtins.property
-    def poll_interval(self) -> _duration_pb2.Duration:
-        """OUTPUT.  This side polls at least so often while it is attentive."""
-
-    @_builtins.property
     def idle_timeout(self) -> _duration_pb2.Duration:
         """OUTPUT.  This side forgets a reader of which it has heard nothing for so long (Exchange, OpenRead or CloseRead)."""
-
-    @_builtins.property
-    def attention(self) -> _duration_pb2.Duration:
-        """OUTPUT.  This side is attentive for so long after it has met a reader, and after each of its OpenRead and CloseRead.
-        Nothing may be posted at a side that is not: with no reads it does not poll.
-        """
 
     def __init__(
         self,
@@ -275,14 +263,12 @@ class ExchangeResponse(_message.Message):
         agent_name: _builtins.str = ...,
         agent_metadata: _builtins.bytes = ...,
         metadata_sha256: _builtins.bytes = ...,
-        poll_interval: _duration_pb2.Duration | None = ...,
         idle_timeout: _duration_pb2.Duration | None = ...,
-        attention: _duration_pb2.Duration | None = ...,
         host: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["attention", b"attention", "idle_timeout", b"idle_timeout", "layout", b"layout", "poll_interval", b"poll_interval", "rank", b"rank"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["idle_timeout", b"idle_timeout", "layout", b"layout", "rank", b"rank"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent_metadata", b"agent_metadata", "agent_name", b"agent_name", "attention", b"attention", "compatibility_key", b"compatibility_key", "dp_rank", b"dp_rank", "dp_size", b"dp_size", "engine_id", b"engine_id", "host", b"host", "idle_timeout", b"idle_timeout", "incarnation", b"incarnation", "layout", b"layout", "layout_fingerprint", b"layout_fingerprint", "metadata_sha256", b"metadata_sha256", "poll_interval", b"poll_interval", "protocol_version", b"protocol_version", "rank", b"rank", "spans", b"spans"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent_metadata", b"agent_metadata", "agent_name", b"agent_name", "compatibility_key", b"compatibility_key", "dp_rank", b"dp_rank", "dp_size", b"dp_size", "engine_id", b"engine_id", "host", b"host", "idle_timeout", b"idle_timeout", "incarnation", b"incarnation", "layout", b"layout", "layout_fingerprint", b"layout_fingerprint", "metadata_sha256", b"metadata_sha256", "protocol_version", b"protocol_version", "rank", b"rank", "spans", b"spans"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -393,34 +379,20 @@ class OpenReadResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     GRANTED_FIELD_NUMBER: _builtins.int
-    PUBLISHED_FIELD_NUMBER: _builtins.int
-    SETTLED_FIELD_NUMBER: _builtins.int
-    settled: _builtins.bool
-    """OUTPUT.  This side takes the notification of the READ for its end.  False: only CloseRead ends it, so the reader may
-    post the READ once more under the same grant, and does where published says that it was too early.
-    """
     @_builtins.property
     def granted(self) -> _duration_pb2.Duration:
         """OUTPUT.  The blocks stay as they are for so long at least, counted by the reader from before it called.  A read
         that ends later does not count.
         """
 
-    @_builtins.property
-    def published(self) -> _duration_pb2.Duration:
-        """OUTPUT.  The blocks had been published for so long when this was answered.  A READ that was posted earlier than that
-        before the answer came, by the reader's clock, may have read what was there before: it does not count.
-        """
-
     def __init__(
         self,
         *,
         granted: _duration_pb2.Duration | None = ...,
-        published: _duration_pb2.Duration | None = ...,
-        settled: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["granted", b"granted", "published", b"published"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["granted", b"granted"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["granted", b"granted", "published", b"published", "settled", b"settled"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["granted", b"granted"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

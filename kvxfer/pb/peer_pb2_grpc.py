@@ -70,8 +70,8 @@ class KvPeerServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def OpenRead(self, request, context):
-        """A READ is under way, or about to be.  Says whether the blocks are held for this request, and for how long.  Where
-        this side may have stopped polling (attention), the READ waits for the answer.
+        """A READ is about to be posted.  Says whether the blocks are held for this request, and for how long.  Nothing is
+        posted before the answer has come: until then this side may not poll, and the blocks may be another request's.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

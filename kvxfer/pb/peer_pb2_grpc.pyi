@@ -42,8 +42,8 @@ class KvPeerStub:
     side write into it.
     """
     OpenRead: _grpc.UnaryUnaryMultiCallable[_peer_pb2.OpenReadRequest, _peer_pb2.OpenReadResponse]
-    """A READ is under way, or about to be.  Says whether the blocks are held for this request, and for how long.  Where
-    this side may have stopped polling (attention), the READ waits for the answer.
+    """A READ is about to be posted.  Says whether the blocks are held for this request, and for how long.  Nothing is
+    posted before the answer has come: until then this side may not poll, and the blocks may be another request's.
     """
     RenewRead: _grpc.UnaryUnaryMultiCallable[_peer_pb2.RenewReadRequest, _peer_pb2.RenewReadResponse]
     """An open read goes on, and needs more time."""
@@ -62,8 +62,8 @@ class KvPeerAsyncStub(KvPeerStub):
     side write into it.
     """
     OpenRead: _aio.UnaryUnaryMultiCallable[_peer_pb2.OpenReadRequest, _peer_pb2.OpenReadResponse]  # type: ignore[assignment]
-    """A READ is under way, or about to be.  Says whether the blocks are held for this request, and for how long.  Where
-    this side may have stopped polling (attention), the READ waits for the answer.
+    """A READ is about to be posted.  Says whether the blocks are held for this request, and for how long.  Nothing is
+    posted before the answer has come: until then this side may not poll, and the blocks may be another request's.
     """
     RenewRead: _aio.UnaryUnaryMultiCallable[_peer_pb2.RenewReadRequest, _peer_pb2.RenewReadResponse]  # type: ignore[assignment]
     """An open read goes on, and needs more time."""
@@ -91,8 +91,8 @@ class KvPeerServicer(metaclass=_abc_1.ABCMeta):
         request: _peer_pb2.OpenReadRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_peer_pb2.OpenReadResponse, _abc.Awaitable[_peer_pb2.OpenReadResponse]]:
-        """A READ is under way, or about to be.  Says whether the blocks are held for this request, and for how long.  Where
-        this side may have stopped polling (attention), the READ waits for the answer.
+        """A READ is about to be posted.  Says whether the blocks are held for this request, and for how long.  Nothing is
+        posted before the answer has come: until then this side may not poll, and the blocks may be another request's.
         """
 
     @_abc_1.abstractmethod

@@ -28,8 +28,7 @@ from kvxfer.service.publications import check_promise, check_publication, conten
 from kvxfer.service.settings import ServiceSettings
 from kvxfer.service.watch import Watchers
 from kvxfer.wire.blocks import block_digest
-from kvxfer.wire.fields import MAX_SECONDS
-from kvxfer.wire.peer import CloseRead, Granted, OpenRead, Outcome, ReadNotice, ReadRef
+from kvxfer.wire.peer import CloseRead, OpenRead, Outcome, ReadNotice, ReadRef
 from kvxfer.wire.requests import PublishBlocks
 
 log = structlog.get_logger()
@@ -223,9 +222,10 @@ class Leases:
 
     # -- what readers ask ------------------------------------------------------------------------------------------
 
-    async def open(self, record: OpenRead) -> Granted:
-        """A read is under way: see that the blocks are held for it, and keep them for a while.
+    async def open(self, record: OpenRead) -> float:
+        """A read is wanted: see that the blocks are held for it, and keep them for a while.
 
+        :returns: seconds granted from now.
         :raises KvxferError: LEASE_UNKNOWN (also where other blocks are held), LEASE_TOKEN_MISMATCH, LEASE_EXPIRED,
             FIELD_INVALID, LIMIT_EXCEEDED, SHUTTING_DOWN.
         """
@@ -236,9 +236,9 @@ class Leases:
         with self._changing(self._find(ref.request_id, ref.lease_token)) as lease:
             check_promise(lease, record)
             seconds = min(record.wanted or self._settings.read_grant, self._settings.read_grant)
-            settled = lease.open(_key(ref), ref.readers, seconds, now)
+            lease.open(_key(ref), ref.readers, seconds, now)
         self.totals.opened += 1
-        return Granted(seconds, min(now - lease.published, MAX_SECONDS), settled)
+        return seconds
 
     async def _await_publication(self, request_id: str) -> None:
         """Workers learn of a request later than the scheduler that answers for it: wait a little."""
@@ -288,7 +288,7 @@ class Leases:
     def finished(self, notice: ReadNotice) -> bool:
         """The transport says that a READ has completed; anybody may say so, and what does not fit means nothing.
 
-        :returns: whether an open read has ended by it; one that may have come too early is read again under its grant.
+        :returns: whether an open read has ended by it.
         """
         entry = self._known.get(notice.request_id)
         if entry is None or not hmac.compare_digest(entry.lease.token, notice.lease_token):

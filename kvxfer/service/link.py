@@ -14,7 +14,7 @@ from kvxfer.core.errors import KvxferError, Reason
 from kvxfer.core.pairing import PairingOptions
 from kvxfer.core.plan import Plan, SourcePlan
 from kvxfer.service.transport import Transport
-from kvxfer.wire.peer import CloseRead, ExchangeAnswer, ExchangeQuery, Granted, OpenRead, ReadRef
+from kvxfer.wire.peer import CloseRead, ExchangeAnswer, ExchangeQuery, OpenRead, ReadRef
 from kvxfer.wire.requests import Target
 from kvxfer.xfer.api import Peer, Rows, TransferEngine
 
@@ -29,8 +29,6 @@ IDLE_BOUNDS: Final = (3.0, 600.0)
 MAX_LOOKS: Final = 8
 #: After so long they are looked at again, seconds: a way may change, and other traffic may have looked like it.
 LOOK_AGAIN: Final = 300.0
-#: A peer's attention is taken as at most so many seconds.
-MAX_ATTENTION: Final = 60.0
 
 
 class PeerClient(Protocol):
@@ -46,8 +44,8 @@ class PeerClient(Protocol):
     async def goodbye(self, query: ExchangeQuery, timeout: float) -> None:
         """The reader leaves."""
 
-    def open_read(self, record: OpenRead, timeout: float) -> Awaitable[Granted]:
-        """A read is under way; what is granted.  The call is on its way when this returns."""
+    def open_read(self, record: OpenRead, timeout: float) -> Awaitable[float]:
+        """A read is wanted; seconds granted from before the call, which is on its way when this returns."""
 
     async def renew_read(self, ref: ReadRef, wanted: float, timeout: float) -> float:
         """A read goes on; seconds granted from before the call."""
@@ -72,24 +70,16 @@ class RemoteRank:
 
     :param facts: without its memory.
     :param groups: names of its groups.
-    :param attentive_until: it polls until then at least, monotonic seconds: later reads are announced first.
     :param heard_at: when it has answered last, monotonic seconds.
     """
 
     client: PeerClient
     facts: ExchangeAnswer
     groups: tuple[str, ...]
-    attentive_until: float = 0.0
     heard_at: float = field(default_factory=time.monotonic)
 
-    @property
-    def attentive(self) -> bool:
-        """Whether a read may be posted unannounced."""
-        return time.monotonic() < self.attentive_until
-
-    def heard(self, asked: float) -> None:
-        """It has answered something that renews its attention, and that was sent at ``asked``; half of it is ours."""
-        self.attentive_until = max(self.attentive_until, asked + min(self.facts.attention, MAX_ATTENTION) / 2)
+    def heard(self) -> None:
+        """It has answered."""
         self.heard_at = time.monotonic()
 
     @property
@@ -266,7 +256,7 @@ class Link:
                     self.lose(rank.lost("its connection broke"))
                     return
                 await self._owner.beat(rank)
-                rank.heard_at = time.monotonic()
+                rank.heard()
         except KvxferError as error:
             self.lose(rank.lost(str(error)))
         except Exception as error:  # a link that nobody watches would never be lost

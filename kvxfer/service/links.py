@@ -164,7 +164,6 @@ class Links:
             for rank in target.ranks:
                 clients.append(self._connect(rank.address))
                 undo.push_async_callback(clients[-1].close)
-            asked = time.monotonic()
             answers = await self._exchange_all(target, clients, timeout)
             mine = Member(self._registration.identity.rank, self._registration.layout)
             members = [Member(facts.rank, memory.layout) for facts, memory in answers]
@@ -173,7 +172,6 @@ class Links:
             for client, (facts, memory) in zip(clients, answers, strict=True):
                 groups = tuple(group.name for group in memory.layout.groups)
                 ranks.append(RemoteRank(client, replace(facts, memory=None), groups))
-                ranks[-1].heard(asked)
             by_number = {r.facts.rank.number: (r, memory) for r, (_, memory) in zip(ranks, answers, strict=True)}
             engine = self._registration.new_reader()
             undo.push_async_callback(engine.close, 0.0)

@@ -1,6 +1,7 @@
-"""Telling a source of a read (OpenRead), and what it grants.
+"""Asking a source for a read (OpenRead), and what it grants.
 
-No clock of one machine is compared with that of another; what is compared is how long things took.
+No clock of one machine is compared with that of another: granted time counts from before the call that asked for it,
+which is earlier than the moment of granting.
 """
 
 from __future__ import annotations
@@ -56,20 +57,19 @@ class Grant:
 #: which is so much later, seconds.
 LATER: Final = 5.0
 
-#: OpenRead under way: its grant, for how long the blocks had been published, and whether its READ's end is known.
-Opening: TypeAlias = "asyncio.Future[tuple[Grant, float, bool]]"
+#: OpenRead under way.
+Opening: TypeAlias = "asyncio.Future[Grant]"
 
 
 def announce(source: LinkSource, record: OpenRead, timeout: float) -> Opening:
-    """Have a source asked, now: what follows the call has not happened before it."""
-    asked, attention = clock(), time.monotonic()
+    """Have a source asked, now."""
+    asked = clock()
     answer = source.client.open_read(record, timeout + LATER)
 
-    async def granted() -> tuple[Grant, float, bool]:
-        given = await answer
-        source.rank.heard(attention)
-        seconds = given.seconds * SURE
-        return Grant(seconds, asked + seconds), given.published * SURE, given.settled
+    async def granted() -> Grant:
+        seconds = await answer * SURE
+        source.rank.heard()
+        return Grant(seconds, asked + seconds)
 
     return asyncio.ensure_future(granted())
 

@@ -13,7 +13,7 @@ from kvxfer.core.layout import Rank
 from kvxfer.pb import peer_pb2 as pb
 from kvxfer.pb import peer_pb2_grpc
 from kvxfer.service.links import PROTOCOL_VERSIONS
-from kvxfer.service.readers import ATTENTION, IDLE_TIMEOUT
+from kvxfer.service.readers import IDLE_TIMEOUT
 from kvxfer.service.registrations import Registration, Registrations
 from kvxfer.wire.fields import duration
 from kvxfer.wire.peer import (
@@ -25,7 +25,6 @@ from kvxfer.wire.peer import (
     answer_to_pb,
     close_from_pb,
     exchange_from_pb,
-    granted_to_pb,
     open_from_pb,
     renew_from_pb,
 )
@@ -36,9 +35,8 @@ Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 class PeerService(peer_pb2_grpc.KvPeerServicer):
     """See proto/kvxfer/v1/peer.proto."""
 
-    def __init__(self, registrations: Registrations, poll_interval: float) -> None:
+    def __init__(self, registrations: Registrations) -> None:
         self._registrations = registrations
-        self._poll_interval = poll_interval
 
     async def Exchange(self, request: pb.ExchangeRequest, context: Context) -> pb.ExchangeResponse:
         """Introduce a reader."""
@@ -82,26 +80,23 @@ class PeerService(peer_pb2_grpc.KvPeerServicer):
                 dp_size=identity.dp_size,
                 incarnation=registration.incarnation,
                 compatibility_key=identity.compatibility_key,
-                poll_interval=self._poll_interval,
                 idle_timeout=IDLE_TIMEOUT,
-                attention=ATTENTION,
                 host=registration.links.host,
                 memory=None if known else memory,
             )
         )
 
     async def OpenRead(self, request: pb.OpenReadRequest, context: Context) -> pb.OpenReadResponse:
-        """A read is under way."""
+        """A read is wanted."""
         record = open_from_pb(request)
         ref = record.ref
         with self._refusals(ref):
             registration = self._find(ref.engine_id, ref.rank)
             _check_incarnation(registration, ref.incarnation)
-            # Whether or not it is granted, its READ may be under way, and does not end unless this side polls.
-            registration.readers.open(ref.reader, ref.transfer_id, context.peer())
             granted = await registration.leases.open(record)
+            registration.readers.open(ref.reader, ref.transfer_id, context.peer())
         registration.events.read_granted(ref)
-        return granted_to_pb(granted)
+        return pb.OpenReadResponse(granted=duration(granted))
 
     async def RenewRead(self, request: pb.RenewReadRequest, context: Context) -> pb.RenewReadResponse:
         """A read goes on."""

@@ -17,7 +17,6 @@ from kvxfer.wire.peer import (
     CloseRead,
     ExchangeAnswer,
     ExchangeQuery,
-    Granted,
     OpenRead,
     ReadRef,
     answer_from_pb,
@@ -151,12 +150,12 @@ class GrpcPeerClient:
         """See :meth:`kvxfer.service.link.PeerClient.goodbye`."""
         await self._ask(self._stub.Exchange(exchange_to_pb(query), timeout=timeout), "goodbye was not heard")
 
-    def open_read(self, record: OpenRead, timeout: float) -> Awaitable[Granted]:
+    def open_read(self, record: OpenRead, timeout: float) -> Awaitable[float]:
         """See :meth:`kvxfer.service.link.PeerClient.open_read`."""
         # No coroutine: the call is to go out before anything that its caller does next.
         return self._granted(record.ref, self._stub.OpenRead(open_to_pb(record), timeout=timeout))
 
-    async def _granted(self, ref: ReadRef, call: Awaitable[pb.OpenReadResponse]) -> Granted:
+    async def _granted(self, ref: ReadRef, call: Awaitable[pb.OpenReadResponse]) -> float:
         what = f"rank {ref.rank} of engine {ref.engine_id} did not confirm the read"
         asking = self._ask(call, what)
         del call  # as _ask does

@@ -1,13 +1,8 @@
-"""One source's share of a read: post it, have it granted, keep it granted, and see whether what arrived counts.
+"""One source's share of a read: have it granted, post it, keep it granted, and see whether what arrived counts.
 
-A READ cannot be refused by the side that it reads from.  So it is announced (OpenRead) and posted at the same time, and
-its bytes count only if that side answers that it holds exactly these blocks for this request, *and* the READ began
-after they were published, *and* it ended inside the time that was granted.  No clock of one machine is compared with
-that of another; what is compared is how long things took:
-
-- granted time counts from before the call that asked for it, which is earlier than the moment of granting;
-- the answer tells for how long the blocks have been published.  If that is at least as long as the time from posting to
-  the answer's arrival, then the READ was posted after they were.
+A READ cannot be refused by the side that it reads from.  So it is posted only once that side has answered (OpenRead)
+that it holds exactly these blocks for this request; and its bytes count only if it ended inside the time that was
+granted.
 """
 
 from __future__ import annotations
@@ -15,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from kvxfer.core.errors import KvxferError, Reason
+from kvxfer.core.errors import KvxferError
 from kvxfer.service.link import PeerClient
 from kvxfer.service.opening import SURE, Grant, Opening, clock, looked_at
 from kvxfer.service.transfer import Live
@@ -23,55 +18,22 @@ from kvxfer.wire.peer import ReadRef
 from kvxfer.xfer.api import ReadResult, TransferEngine
 
 
-async def read_source(
-    engine: TransferEngine,
-    live: Live,
-    ref: ReadRef,
-    opening: Opening,
-    first: asyncio.Future[ReadResult] | None,
-    posted: float,
-    timeout: float,
-) -> ReadResult:
-    """From posting a read, and announcing it, until its bytes count.
+async def read_source(engine: TransferEngine, live: Live, ref: ReadRef, opening: Opening, timeout: float) -> ReadResult:
+    """From asking for a read until its bytes count.
 
     :param opening: from :func:`kvxfer.service.opening.announce`.
-    :param first: the read, where it was posted already.
-    :param posted: when, on :func:`clock`; at the latest, so from before.
     :param timeout: seconds; the caller gives up by then.
     :raises KvxferError: what the source or the transfer engine answered; LEASE_EXPIRED where the read took longer than
-        was granted (PEER_UNREACHABLE, where the source could not be asked for more); TRANSFER_FAILED where it cannot
-        be told to be newer than the publication.
+        was granted (PEER_UNREACHABLE, where the source could not be asked for more).
     """
-    moving = first
+    moving = None
     try:
-        grant, published, settled = await _unless_failed(opening, first)
-        if moving is None:
-            moving = engine.submit(live.read)
-        elif published < clock() - posted:
-            if settled:
-                raise KvxferError(
-                    Reason.TRANSFER_FAILED,
-                    f"it took {clock() - posted:.3f} s to confirm a read of blocks that were published "
-                    f"{published:.3f} s before; they may have been read too early",
-                )
-            # It may have read what was there before the request was published; what was there did no harm, it is
-            # overwritten now.  Under the same grant: the source takes only CloseRead for its end.
-            await _finish(moving, grant, live.source.client, ref, timeout)
-            live.read = await live.again()
-            moving = engine.submit(live.read)
+        grant = await opening
+        grant.check(clock())
+        moving = engine.submit(live.read)
         return await _finish(moving, grant, live.source.client, ref, timeout)
     finally:
         leave(opening, moving)
-
-
-async def _unless_failed(opening: Opening, read: asyncio.Future[ReadResult] | None) -> tuple[Grant, float, bool]:
-    """The answer; a read that fails before it comes settles the matter."""
-    if read is not None:
-        both: list[asyncio.Future[Any]] = [opening, read]
-        await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
-        if not opening.done():
-            read.result()  # raises where it has failed
-    return await opening
 
 
 async def _finish(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -37,14 +37,10 @@ class Timings:
 
 @dataclass
 class Live:
-    """What a part reads with, until the transfer has ended.
-
-    :param again: makes the same read once more.
-    """
+    """What a part reads with, until the transfer has ended."""
 
     source: LinkSource
     read: XferRead
-    again: Callable[[], Awaitable[XferRead]]
 
 
 @dataclass

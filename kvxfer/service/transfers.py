@@ -13,7 +13,7 @@ import secrets
 import time
 import traceback
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -26,7 +26,6 @@ from kvxfer.core.transfers import Event, State
 from kvxfer.service import telling
 from kvxfer.service.link import Link, LinkSource
 from kvxfer.service.metrics import LINK_BREAKERS
-from kvxfer.service.opening import clock
 from kvxfer.service.reading import leave, read_source
 from kvxfer.service.room import Room
 from kvxfer.service.settings import ServiceSettings
@@ -228,8 +227,8 @@ class Transfers:
             for source, part in zip(link.sources, read.sources, strict=True):
                 live = None
                 if part.descriptors:
-                    make = self._maker(link, source, part, self._telling.notice(transfer, source.rank))
-                    live = Live(source, await make(now=now), make)
+                    notice = self._telling.notice(transfer, source.rank)
+                    live = Live(source, await _make_read(link, source, part, notice, now=now))
                 made.append(Part(part.rank, source.facts.incarnation, part.descriptors, part.bytes_by_group, live))
         except BaseException:
             for state in made:
@@ -239,15 +238,6 @@ class Transfers:
         transfer.consist(made, read.claims.tolist())
         transfer.timings.resolve = resolved - began
         transfer.timings.make = time.perf_counter() - resolved if now else None
-
-    @staticmethod
-    def _maker(link: Link, source: LinkSource, part: SourceRead, notice: bytes) -> Callable[..., Awaitable[XferRead]]:
-        async def make(*, now: bool = False) -> XferRead:
-            return await link.engine.make_read(
-                source.local, part.local_indices, source.remote, part.remote_indices, notice, now=now
-            )
-
-        return make
 
     def _arm(self, transfer: Transfer, link: Link) -> None:
         """A prepared transfer that nobody reads, or whose peer is lost, does not stay for ever."""
@@ -304,7 +294,6 @@ class Transfers:
         transfer.look = self._registration.probe.posted(transfer.bytes, wanted=link.to_be_seen)
         if transfer.look is not None:
             link.looks()
-        # The sources are asked first: a read counts only with their answer, and may not move before they poll.
         for live in transfer.live:
             if id(live.source.rank) not in transfer.openings:
                 self._telling.announce(transfer, live.source, timeout)
@@ -312,9 +301,9 @@ class Transfers:
 
     async def _run(self, transfer: Transfer, link: Link, timeout: float) -> None:
         """From posting to the outcome."""
-        posted = clock()
+        posted = time.perf_counter()
         work = [
-            asyncio.ensure_future(self._read(transfer, link, part, part.live, posted, timeout))
+            asyncio.ensure_future(self._read(transfer, link, part, part.live, timeout))
             for part in transfer.parts
             if part.live is not None
         ]
@@ -326,28 +315,14 @@ class Transfers:
         leave(*work)
         if fault is not None and fault.reason in LINK_BREAKERS and fault.metadata.get("said") != STOPPING:
             link.lose(fault)
-        transfer.timings.total = clock() - posted
+        transfer.timings.total = time.perf_counter() - posted
         self._decide(transfer, event, fault)
         await self._let_go(transfer, link, posted=True)
 
-    def _read(
-        self, transfer: Transfer, link: Link, part: Part, live: Live, posted: float, timeout: float
-    ) -> Coroutine[Any, Any, None]:
-        """Post a part; what remains of it to be waited for."""
+    async def _read(self, transfer: Transfer, link: Link, part: Part, live: Live, timeout: float) -> None:
         rank = live.source.rank
-        opening, first = transfer.openings[id(rank)], None
-        if rank.attentive:
-            try:
-                first = link.engine.submit(live.read)
-            except KvxferError as error:
-                first = asyncio.get_running_loop().create_future()
-                first.set_exception(error)
-        ref = self._telling.ref(transfer, rank)
-
-        async def reading() -> None:
-            part.result = await read_source(link.engine, live, ref, opening, first, posted, timeout)
-
-        return reading()
+        ref, opening = self._telling.ref(transfer, rank), transfer.openings[id(rank)]
+        part.result = await read_source(link.engine, live, ref, opening, timeout)
 
     async def _outcome(
         self, transfer: Transfer, link: Link, parts: Sequence[asyncio.Future[None]], timeout: float
@@ -516,6 +491,11 @@ class Transfers:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("a transfer task failed", exc_info=error)
+
+
+async def _make_read(link: Link, source: LinkSource, part: SourceRead, notice: bytes, *, now: bool) -> XferRead:
+    ours, theirs = part.local_indices, part.remote_indices
+    return await link.engine.make_read(source.local, ours, source.remote, theirs, notice, now=now)
 
 
 def new_transfer_id() -> str:

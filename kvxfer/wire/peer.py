@@ -7,8 +7,6 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Final
 
-from google.protobuf.duration_pb2 import Duration
-
 from kvxfer.core.errors import KvxferError, Reason
 from kvxfer.core.layout import MAX_BYTES, MAX_GROUPS, CacheLayout, MemoryKind, Rank
 from kvxfer.pb import peer_pb2 as pb
@@ -103,9 +101,7 @@ class ExchangeAnswer:
     """A peer's answer.
 
     :param memory: ``None`` where the reader knows this incarnation already.
-    :param poll_interval: the peer polls at least so often while it is attentive, seconds.
     :param idle_timeout: the peer forgets a reader of which it hears nothing for so long, seconds.
-    :param attention: the peer is attentive for so long after it has met a reader or heard of a read, seconds.
     :param host: equal to the reader's own where both run on one host; empty where it is not told.
     """
 
@@ -116,9 +112,7 @@ class ExchangeAnswer:
     dp_size: int
     incarnation: str
     compatibility_key: str
-    poll_interval: float
     idle_timeout: float
-    attention: float
     memory: PeerMemory | None
     host: str = ""
 
@@ -139,26 +133,12 @@ class ReadRef:
 
 @dataclass(frozen=True, slots=True)
 class OpenRead:
-    """A READ is under way.  ``digests`` by group and ``num_tokens`` (0: not told) are what the ticket promised."""
+    """A read is wanted.  ``digests`` by group and ``num_tokens`` (0: not told) are what the ticket promised."""
 
     ref: ReadRef
     num_tokens: int = 0
     digests: tuple[tuple[str, bytes], ...] = ()
     wanted: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Granted:
-    """The answer to an OpenRead.
-
-    :param seconds: the blocks stay as they are for so long.
-    :param published: they had been published for so long, seconds.
-    :param settled: the READ's notification is taken for its end.
-    """
-
-    seconds: float
-    published: float
-    settled: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,9 +226,7 @@ def answer_to_pb(answer: ExchangeAnswer) -> pb.ExchangeResponse:
         dp_size=answer.dp_size,
         incarnation=answer.incarnation,
         compatibility_key=answer.compatibility_key,
-        poll_interval=duration(answer.poll_interval),
         idle_timeout=duration(answer.idle_timeout),
-        attention=duration(answer.attention),
         host=answer.host,
     )
     if memory := answer.memory:
@@ -275,9 +253,7 @@ def _answer(message: pb.ExchangeResponse) -> ExchangeAnswer:
         dp_size=dp_size,
         incarnation=text(message.incarnation, "incarnation", MAX_INCARNATION),
         compatibility_key=text(message.compatibility_key, "compatibility_key", MAX_KEY),
-        poll_interval=seconds(message, "poll_interval", ""),
         idle_timeout=seconds(message, "idle_timeout", ""),
-        attention=seconds(message, "attention", ""),
         memory=_memory(message) if message.HasField("layout") else None,
         host=optional_text(message.host, "host", MAX_INCARNATION),
     )
@@ -344,23 +320,9 @@ def open_to_pb(record: OpenRead) -> pb.OpenReadRequest:
     )
 
 
-def granted_from_pb(message: pb.OpenReadResponse) -> Granted:
-    """Check a peer's grant.
-
-    :raises KvxferError: PEER_METADATA_INVALID.
-    """
-    try:
-        published = optional_seconds(message, "published", "") if message.published != Duration() else None
-    except KvxferError as error:
-        raise _unsound(error, "OpenRead") from None
-    return Granted(_granted(message, "OpenRead"), published or 0.0, message.settled)
-
-
-def granted_to_pb(record: Granted) -> pb.OpenReadResponse:
-    """A grant as an answer."""
-    return pb.OpenReadResponse(
-        granted=duration(record.seconds), published=duration(record.published), settled=record.settled
-    )
+def granted_from_pb(message: pb.OpenReadResponse) -> float:
+    """Check a peer's grant, seconds.  :raises KvxferError: PEER_METADATA_INVALID."""
+    return _granted(message, "OpenRead")
 
 
 def renew_from_pb(message: pb.RenewReadRequest) -> tuple[ReadRef, float | None]:

@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from kvxfer.core import leases
 from kvxfer.core.errors import KvxferError, Reason
 from kvxfer.core.layout import Rank
-from kvxfer.core.leases import ENDED, SETTLED, TRANSITIONS, Event, Lease, ReadKey, State
+from kvxfer.core.leases import ENDED, TRANSITIONS, Event, Lease, ReadKey, State
 
 #: What each state becomes, event by event; "-" is the same.
 EXPECTED = """
@@ -150,29 +150,23 @@ def test_the_number_of_readers_must_agree() -> None:
         told.open(key(0), 4, 15.0, 1.0)
 
 
-def test_the_end_of_a_settled_read_is_its_end() -> None:
-    """The notification comes by another way than OpenRead, and may overtake it."""
+def test_the_notification_of_a_read_is_its_end() -> None:
     one = lease()
-    assert one.open(key(0, size=2), 2, 15.0, SETTLED)
-    one.finished(key(0, size=2), SETTLED + 1)
+    one.open(key(0, size=2), 2, 15.0, 1.0)
+    assert one.finished(key(0, size=2), 2.0)
     assert (one.open_reads, one.state) == (0, State.HELD)
-    one.finished(key(1, size=2), SETTLED + 1)
-    assert one.state is State.HELD  # who knows whether it will be granted
-    assert one.open(key(1, size=2), 2, 15.0, SETTLED + 2)
+    assert not one.finished(key(0, size=2), 2.0)
+    with refused(Reason.LEASE_EXPIRED):
+        one.open(key(0, size=2), 2, 15.0, 2.0)
+
+
+def test_the_notification_of_a_read_that_was_not_granted_means_nothing() -> None:
+    """Nothing is posted before it is granted: whoever says otherwise is not heard."""
+    one = lease()
+    assert not one.finished(key(), 1.0)
+    one.open(key(), 1, 15.0, 2.0)
+    assert one.finished(key(), 3.0)
     assert one.state is State.RELEASED
-
-
-def test_a_read_that_ended_in_time_is_granted_late_and_once() -> None:
-    """The same transfer ID once more is another read, of blocks that may belong to somebody else by then."""
-    one = lease(deadline=10.0)
-    one.finished(key(), SETTLED)
-    one.tick(10.0)
-    assert one.state is State.EXPIRED
-    assert one.open(key(), 1, 15.0, 10.5)
-    with refused(Reason.LEASE_EXPIRED):
-        one.open(key(), 1, 15.0, 10.6)
-    with refused(Reason.LEASE_EXPIRED):
-        one.open(key(transfer="another"), 1, 15.0, 10.5)
 
 
 def test_a_closed_read_is_not_opened_again() -> None:
@@ -196,21 +190,6 @@ def test_what_is_withdrawn_is_not_renewed_although_the_readers_of_one_engine_are
         one.renew(key(0, engine="slow"), 5.0, 60.0, 2.0)
     one.tick(16.0)
     assert one.state is State.WITHDRAWN
-
-
-def test_the_end_of_a_read_right_after_the_publication_may_not_be_the_last() -> None:
-    one = lease()
-    assert not one.open(key(), 1, 15.0, SETTLED - 0.01)
-    one.finished(key(), 1.0)
-    one.finished(key(transfer="unknown"), SETTLED - 0.01)
-    assert (one.open_reads, one.state) == (1, State.HELD)
-    one.close(key(), 1, 2.0, done=True)
-    assert one.state is State.RELEASED
-
-
-def test_a_source_that_stands_still_for_a_second_does_not_settle_what_is_new() -> None:
-    """A READ that was posted right after the publication may then be announced so late, and is still read again."""
-    assert not lease().open(key(), 1, 15.0, 1.0)
 
 
 def test_a_read_that_ended_after_the_lease_does_not_count() -> None:
@@ -301,10 +280,7 @@ class Life(RuleBasedStateMachine):
     @rule(rank=st.integers(0, 1), transfer=st.sampled_from("ab"))
     def finish(self, rank: int, transfer: str) -> None:
         name = key(rank, transfer, size=2)
-        unsettled = (grant := self.lease._grants.get(name)) is not None and not grant.settled
-        self.lease.finished(name, self.now)
-        if not unsettled:
-            self.granted.pop(name, None)
+        assert self.lease.finished(name, self.now) == (self.granted.pop(name, 0.0) > self.now)
 
     @rule(rank=st.integers(0, 1), transfer=st.sampled_from("ab"), seconds=st.sampled_from([0.5, 9.0]))
     def renew(self, rank: int, transfer: str, seconds: float) -> None:

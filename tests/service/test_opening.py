@@ -8,9 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvxfer.core import leases as core_leases
 from kvxfer.core.errors import Reason
-from kvxfer.core.leases import SETTLED
 from kvxfer.pb import transfer_pb2 as pb
 from kvxfer.service import transfers
 from kvxfer.service.link import LinkSource
@@ -133,11 +131,10 @@ async def test_a_source_that_is_silent_meets_the_deadline_of_the_read(
     assert link.alive
 
 
-@pytest.mark.parametrize("settled", [True, False])
 async def test_a_source_stops_polling_when_the_read_has_ended(
-    reading: Reading, settled: bool, monkeypatch: pytest.MonkeyPatch
+    reading: Reading, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The notification says so before CloseRead does; but what may have been read too early is read again."""
+    """The notification says so before CloseRead does."""
     await reading.good()
     await soon(lambda: open_at_p(reading) == 0)
     source, closing = source_of(reading), asyncio.Event()
@@ -150,20 +147,14 @@ async def test_a_source_stops_polling_when_the_read_has_ended(
     monkeypatch.setattr(source.client, "close_read", late)
     registered = reading.p.nodes[0].sidecar.registrations.get("engine-p")
     readers, ticket = registered.readers, reading.ticket()
-    if settled:
-        lease = registered.leases._known[ticket.request_id].lease
-        lease.__dict__["published"] -= 2 * SETTLED
-    else:
-        monkeypatch.setattr(core_leases, "SETTLED", 60.0)  # however long it takes to get there
     reading.fabric.hold()
     running = asyncio.ensure_future(reading.stub.ReadBlocks(reading.d.request(ticket, reading.d_lists)))
-    await soon(lambda: readers.open_reads == 1)  # or the notification might overtake OpenRead
+    await soon(lambda: readers.open_reads == 1)
     told = (await registered.engine.info()).counters.notifications
     reading.fabric.let_go()
     await running
     while (await registered.engine.info()).counters.notifications == told:
         continue
     await registered.engine.metadata()  # what came before it has been taken
-    assert readers.open_reads == (0 if settled else 1)
+    assert readers.open_reads == 0
     closing.set()
-    await soon(lambda: readers.open_reads == 0)
