@@ -1,7 +1,7 @@
 """What it costs to know that a read counts: ReadBlocks with and without the check, in turn.
 
-Two D sidecars read the same blocks of one P.  The one is as it is.  The other announces its reads just the same, so
-that P polls, but waits for no answer and believes in what it finds: it is what kvxfer would be without leases.
+Two D sidecars read the same blocks of one P.  The one is as it is.  The other asks just the same, so that P polls, but
+waits for no answer and believes in what it finds: it is what kvxfer would be without leases.
 
     python -m benchmarks.validation --mib 64
     UCX_TLS=tcp python -m benchmarks.validation --mib 64
@@ -24,17 +24,17 @@ from benchmarks.sidecars import Pair, Sidecar
 #: A sidecar that does not wait for grants.
 UNCHECKED = """
 import asyncio
-from kvxfer.service import opening, transfers
+from kvxfer.service import opening, telling
 
 really = opening.announce
 
 def believe(source, record, timeout):
     really(source, record, timeout).add_done_callback(opening.looked_at)
     granted = asyncio.get_running_loop().create_future()
-    granted.set_result((opening.Grant(3600.0, opening.clock() + 3600.0), 3600.0, True))
+    granted.set_result(opening.Grant(3600.0, opening.clock() + 3600.0))
     return granted
 
-transfers.announce = believe
+telling.announce = believe
 from kvxfer.cli import main
 main()
 """

@@ -14,7 +14,7 @@ READ_PHASES: Final = {
     "resolve": "block IDs to descriptors",
     "make": "the NIXL request",
     "queue": "waiting for the NIXL thread",
-    "open": "OpenRead, beside the read",
+    "open": "OpenRead, until it is answered",
     "post": "inside NIXL's posting call",
     "move": "from then until completion",
 }

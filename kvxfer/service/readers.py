@@ -1,10 +1,9 @@
 """P's side of the readers: who is connected, whose reads are under way, and when to poll for them.
 
-With NIXL's progress thread off the target of a READ must poll while a connection is made and while a read is under way,
-and may not sleep for long while a reader could post, or die having posted.  A reader may post without asking as long as
-this side is *attentive* to it: for a while after it was met, and after each of its reads.  Later it knocks first
-(OpenRead, answered before it posts), so that connected readers cost nothing while nothing is read.  This module turns
-what readers say into that demand.
+With NIXL's progress thread off the target of a READ must poll while a connection is made and while a read is under way.
+A reader asks before it posts (OpenRead), so that connected readers cost nothing while nothing is read.  For a while
+after a reader was met, and after each of its reads, this side stays *attentive*: what is left of a read that was given
+up needs it to drain.  This module turns what readers say into that demand.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ OnLost = Callable[[Reader, str, float], None]
 
 #: How long a new reader may take to make its connection, seconds; polled without pause for so long.
 CONNECT_WINDOW: Final = 1.0
-#: For so long after a reader was met, or has read, its next read may come unannounced, seconds; readers count on half.
+#: For so long after a reader was met, or has read, it is polled for now and then, seconds.
 ATTENTION: Final = 10.0
 #: A reader that says nothing for so long is forgotten, seconds.  Readers say something three times as often.
 IDLE_TIMEOUT: Final = 30.0

@@ -7,8 +7,9 @@ How often the thread polls depends on what is at stake:
 
 * requests posted here, or a peer reading from here (``spinning``): without pause, yielding the processor between polls,
   then with naps of some tens of microseconds, so that other processes on a small machine keep running;
-* peers that may post at any moment (``connected``): every few milliseconds.  A target that does not poll while a reader
-  posts and dies can be aborted by the transport when it polls again, so this interval must stay below 10 ms;
+* peers of which something may still be under way (``connected``): every few milliseconds.  A target that does not poll
+  while a reader posts and dies can be aborted by the transport when it polls again, so this interval must stay below
+  10 ms;
 * peers known (this side reads from them), and something was under way a moment ago: as often, for a second, since what
   was sent last (the notification of a read) may have to be pushed out;
 * polling has failed: every few milliseconds until it works, since nothing else can tell that it does;
@@ -134,7 +135,7 @@ class PumpSettings:
     :param yielding: how long after the last event to poll without pause, giving the interpreter and the processor away
         in between; naps follow.
     :param nap: length of a nap; must be short against a read (the kernel adds about 50 us).
-    :param interval: between two polls while peers may post and nothing is under way; at most 10 ms.
+    :param interval: between two polls while nothing is known to be under way; at most 10 ms.
     """
 
     yielding: float = 0.02
