@@ -32,8 +32,9 @@ from kvxfer.xfer.api import (
     Rows,
     Span,
 )
-from kvxfer.xfer.checks import check_read, check_rows, check_spans, require_mapped
+from kvxfer.xfer.checks import check_read, check_rows, check_spans, lengths_of, require_mapped
 from kvxfer.xfer.handles import PumpedRead, RowsEntry
+from kvxfer.xfer.pieces import Pieces
 from kvxfer.xfer.pump import Driver, Job, LibraryInfo, Pump, PumpSettings
 
 _log = logging.getLogger(__name__)
@@ -432,41 +433,42 @@ class PumpedEngine:
         else:
             ours, theirs = np.ascontiguousarray(local_indices), np.ascontiguousarray(remote_indices)
 
-        def work(driver: Driver) -> tuple[Any, float]:
+        def make(ours: Indices, theirs: Indices, whole: bool) -> Any:
             began = time.perf_counter()
-            handle = driver.make(here.handle, ours, there.handle, theirs, notification)
+            handle = self._driver.make(here.handle, ours, there.handle, theirs, notification if whole else b"")
             seconds = time.perf_counter() - began
+            read.make_seconds += seconds
             pump.counters.made += 1
             pump.counters.make_seconds += seconds
-            return handle, seconds
+            return handle
 
-        def undo(made: asyncio.Future[tuple[Any, float]]) -> None:
+        pieces = Pieces(make, ours, theirs, lengths_of(local, ours))
+        read = PumpedRead(pieces, local, remote, nbytes, ours.size, notification)
+
+        def work(driver: Driver) -> None:
+            try:
+                pieces.make(pump.piece(nbytes))
+            except BaseException:
+                _release(driver, pieces.drop())
+                raise
+
+        def undo(made: asyncio.Future[None]) -> None:
             if made.exception() is None:
-                self._background(lambda driver: driver.release(made.result()[0]))
+                self._background(lambda driver: _release(driver, pieces.drop()))
             self._unuse(here, there)
 
         here.users += 1
         there.users += 1
-        if not now:
-            late = PumpedRead(None, local, remote, nbytes, ours.size, 0.0)
-
-            def make(driver: Driver) -> Any:
-                handle, late.make_seconds = work(driver)
-                return handle
-
-            late.make = make
-            self._reads.add(late)
-            return late
-        making = pump.call(work)
-        try:
-            handle, seconds = await asyncio.shield(making)
-        except asyncio.CancelledError:
-            making.add_done_callback(undo)  # the lists stay in use until the library has made what nobody wants now
-            raise
-        except KvxferError:
-            self._unuse(here, there)
-            raise
-        read = PumpedRead(handle, local, remote, nbytes, ours.size, seconds)
+        if now:
+            making = pump.call(work)
+            try:
+                await asyncio.shield(making)
+            except asyncio.CancelledError:
+                making.add_done_callback(undo)  # the lists stay in use until the library has made what nobody wants now
+                raise
+            except KvxferError:
+                self._unuse(here, there)
+                raise
         self._reads.add(read)
         return read
 
@@ -521,10 +523,10 @@ class PumpedEngine:
                 outcome.set_result(result)
 
         job = Job(
-            handle=read.handle,
-            make=read.make,
+            pieces=read.pieces,
             peer=read.peer.name,
-            bytes=read.bytes,
+            size=read.bytes,
+            notification=read.notification,
             wanted=lambda: not read.abandoned,
             settle=settle,
             let_go=lambda: self._forget(read),
@@ -553,14 +555,14 @@ class PumpedEngine:
         if read not in self._reads:
             raise KvxferError(Reason.TRANSFER_STATE, "a read of another engine", state=read.state.value)
         read.state = ReadState.RELEASED
-        handle = read.handle
-        if read.make is not None:  # it never was made
+        made = read.pieces.drop()
+        if not made:  # it never was
             self._forget(read)
             return
 
         def work(driver: Driver) -> None:
-            driver.release(handle)
-            pump.counters.released += 1
+            _release(driver, made)
+            pump.counters.released += len(made)
 
         freed = asyncio.ensure_future(pump.call(work))
         freed.add_done_callback(lambda _: self._forget(read))
@@ -611,3 +613,8 @@ class PumpedEngine:
                 _log.warning("%s: giving something back failed: %s", self._name, done.exception())
 
         self._running.call(work).add_done_callback(report)
+
+
+def _release(driver: Driver, handles: Sequence[Any]) -> None:
+    for handle in handles:
+        driver.release(handle)

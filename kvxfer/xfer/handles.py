@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable
 from dataclasses import dataclass
 from typing import Any, Final
 
 from kvxfer.xfer.api import Peer, ReadState, Rows
+from kvxfer.xfer.pieces import Pieces
 
 
 class PumpedRead:
@@ -18,24 +19,25 @@ class PumpedRead:
         "abandoned",
         "bytes",
         "descriptors",
-        "handle",
         "kept",
         "local",
-        "make",
         "make_seconds",
+        "notification",
+        "pieces",
         "remote",
         "state",
     )
 
-    def __init__(self, handle: Any, local: Rows, remote: Rows, nbytes: int, descriptors: int, seconds: float) -> None:
-        self.handle: Any = handle
+    def __init__(
+        self, pieces: Pieces, local: Rows, remote: Rows, nbytes: int, descriptors: int, notification: bytes
+    ) -> None:
+        self.pieces: Final = pieces
+        self.notification: Final = notification
         self.local: Final = local
         self.remote: Final = remote
         self.bytes: Final = nbytes
         self.descriptors: Final = descriptors
-        self.make_seconds = seconds
-        #: Makes the request on the library's thread, where that was left to the posting.
-        self.make: Callable[[Any], Any] | None = None
+        self.make_seconds = 0.0
         self.state = ReadState.READY
         self.abandoned = False
         #: See :attr:`kvxfer.xfer.api.Read.kept`.
@@ -59,7 +61,6 @@ class PumpedRead:
 
     def let_go(self) -> None:
         """Note that the library has freed the request."""
-        self.handle = None
         if not self._quiesced.done():
             self._quiesced.set_result(None)
 

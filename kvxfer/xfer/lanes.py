@@ -4,9 +4,6 @@ Where the transport copies inside the posting call (between processes of one hos
 the speed of one core, and everything else that it is asked for waits as long.  Two agents, each with its thread, copy
 at once.
 
-Large reads come in parts, of which every lane posts one after another: between two of them it takes whatever small
-read has come meanwhile.
-
 The first lane is the engine that peers know: its metadata is given out, it receives notifications, it serves.  The
 others only read.  Handles are the first lane's; what stands behind them in the other lanes is kept here.
 """
@@ -46,11 +43,6 @@ _log = logging.getLogger(__name__)
 
 #: Reads of at least so many bytes are split.  Below, what splitting costs (some 0.2 ms) is more than it saves.
 SPLIT_BYTES: Final = 8 * 2**20
-#: No part is much larger: a small read waits for one of them at most.
-PART_BYTES: Final = 8 * 2**20
-#: Where the posting call copies, parts are so many times as large: it is quick, and every part costs a millisecond of
-#: taking turns with the interpreter.
-COPIED_PARTS: Final = 4
 
 T = TypeVar("T")
 
@@ -124,20 +116,14 @@ class LanedEngine:
 
     :param lanes: engines that are not started yet; the first is the one that peers know.
     :param split_bytes: reads of at least so many bytes are split over the lanes.
-    :param part_bytes: and into more parts than lanes where these would be larger; :data:`COPIED_PARTS` times as much
-        once it has been seen that posting copies.
     """
 
-    def __init__(
-        self, lanes: Sequence[PumpedEngine], split_bytes: int = SPLIT_BYTES, part_bytes: int = PART_BYTES
-    ) -> None:
+    def __init__(self, lanes: Sequence[PumpedEngine], split_bytes: int = SPLIT_BYTES) -> None:
         if not lanes:
             raise KvxferError(Reason.FIELD_INVALID, "at least one lane is needed", field="lanes")
         self._lanes: Final = tuple(lanes)
         self._first: Final = lanes[0]
         self._split_bytes = split_bytes
-        self._part_bytes = part_bytes
-        self._copied = False
         self._registrations: dict[int, tuple[Registration, ...]] = {}
         self._peers: dict[int, tuple[Peer, ...]] = {}
         self._rows: dict[int, tuple[Rows, ...]] = {}
@@ -243,8 +229,7 @@ class LanedEngine:
             raise KvxferError(Reason.NO_HANDSHAKE, "the prepared list was released")
         size = check_read(local, local_indices, remote, remote_indices)
         count = len(self._lanes) if size >= self._split_bytes else 1
-        part = self._part_bytes * (COPIED_PARTS if self._copied else 1)
-        cuts = _cuts(local, local_indices, max(count, -(-size // part)))
+        cuts = _cuts(local, local_indices, count)
         first = min(range(len(self._lanes)), key=self._load.__getitem__)
         note = notification if len(cuts) == 1 else b""
         parts: list[tuple[PumpedEngine, Read]] = []
@@ -311,7 +296,6 @@ class LanedEngine:
             raise
         if read.notification:
             self._tell(read)
-        self._copied = sum(r.move_seconds for r in results) < sum(r.post_seconds for r in results)
         told = [r.telemetry for r in results if r.telemetry is not None]
         return ReadResult(
             bytes=sum(r.bytes for r in results),

@@ -40,6 +40,7 @@ from kvxfer.xfer.api import (
     Span,
     Telemetry,
 )
+from kvxfer.xfer.pieces import Pieces
 from kvxfer.xfer.watch import Watch
 
 _log = logging.getLogger(__name__)
@@ -48,9 +49,12 @@ _log = logging.getLogger(__name__)
 _LINGER: Final = 1.0
 #: Commands taken between two polls, so that a burst of them does not starve the requests in flight.
 _BURST: Final = 32
-#: Requests of at least so many bytes are bulk.  They wait until nothing else is to be done, and are then posted one at
-#: a time: posting may take as long as copying.
+#: Reads of at least so many bytes are bulk.  They wait until nothing else is to be done, and are then posted piece by
+#: piece: posting may take as long as copying, and whatever small has come meanwhile goes between two pieces.
 BULK_BYTES: Final = 2**20
+#: A piece is what has been seen to move in so many seconds, but at least so many bytes: each costs some 0.1 ms.
+PIECE_SECONDS: Final = 0.003
+PIECE_BYTES: Final = 4 * 2**20
 #: No more bulk is under way than moves in so many seconds, but one request always.  More would wait inside the
 #: transport, where nothing small can pass it; and over TCP on one host it would have left the processor's cache before
 #: the other side takes it.
@@ -155,31 +159,80 @@ class PumpSettings:
                 )
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Job:
-    """A request on its way through the pump.
+    """A read on its way through the pump.
 
-    :param make: makes the request; ``None`` where ``handle`` is one already.
-    :param wanted: asked once, right before posting: false means that nobody waits for it any more.
+    :param size: bytes.
+    :param notification: to be sent when more than one piece was read; a single one carries it itself.
+    :param wanted: asked before each piece is posted: false means that nobody waits for it any more.
     :param settle: called on the loop with the result, once, when it is done, has failed or was not posted.
-    :param let_go: called on the loop, once, when the library has freed the request (or was destroyed).
-    :param bulk: bytes of bulk that were under way once it was posted; 0 where it is none.
+    :param let_go: called on the loop, once, when the library has freed all requests (or was destroyed).
+    :param taken: when its first piece was taken up; ``started``: when that was posted.
+    :param posting: seconds inside the posting call, of all pieces.
+    :param moving: pieces that are posted and not complete; ``held``: those that the library has not freed.
     :param kept: it has failed, but some of it may still be moving; freed only with the agent.
     """
 
-    handle: Any
-    make: Callable[[Driver], Any] | None
+    pieces: Pieces
     peer: str
-    bytes: int
+    size: int
+    notification: bytes
     wanted: Callable[[], bool]
     settle: Callable[[ReadResult | KvxferError], None]
     let_go: Callable[[], None]
     submitted: float = field(default_factory=time.perf_counter)
     taken: float = 0.0
     started: float = 0.0
+    posting: float = 0.0
+    moving: int = 0
+    held: int = 0
+    posted: int = 0
+    kept: bool = False
+    settled: bool = False
+    gone: bool = False
+    telemetry: list[Telemetry] = field(default_factory=list)
+
+    @property
+    def is_bulk(self) -> bool:
+        """See :data:`BULK_BYTES`."""
+        return self.size >= BULK_BYTES
+
+    def result(self, now: float) -> ReadResult:
+        """All of it is done."""
+        told = self.telemetry
+        return ReadResult(
+            bytes=self.size,
+            queue_seconds=self.taken - self.submitted,
+            post_seconds=self.posting,
+            move_seconds=now - self.started - self.posting,
+            telemetry=in_turn(told) if len(told) == self.posted else None,
+        )
+
+
+def in_turn(told: Sequence[Telemetry]) -> Telemetry:
+    """Of several requests, one after another."""
+    return Telemetry(
+        post_seconds=sum(t.post_seconds for t in told),
+        transfer_seconds=sum(t.transfer_seconds for t in told),
+        bytes=sum(t.bytes for t in told),
+        descriptors=sum(t.descriptors for t in told),
+    )
+
+
+@dataclass(slots=True, eq=False)
+class Piece:
+    """A request of a read.
+
+    :param bulk: bytes of bulk that were under way once it was posted; 0 where it is none.
+    """
+
+    job: Job
+    handle: Any
+    size: int
+    started: float
     returned: float = 0.0
     bulk: int = 0
-    kept: bool = False
 
 
 class Pump:
@@ -198,16 +251,16 @@ class Pump:
         self._on_notification = on_notification
         self._loop = asyncio.get_running_loop()
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._bulk: deque[Job] = deque()
+        self._bulk: deque[Job] = deque()  # with pieces to post
         self._bulk_rate = 0.0  # bytes a second
         self._outbox: deque[Callable[[], None]] = deque()
         self._wakeup_pending = False
         self._spinning = 0
         self._connected = 0
         self._peers = 0
-        self._posted: list[Job] = []
-        self._lingering: list[Job] = []  # settled, but the library would not free them yet
-        self._kept: list[Job] = []  # failed, and freed only with the agent
+        self._posted: list[Piece] = []
+        self._lingering: list[Piece] = []  # complete, but not freed yet
+        self._kept: list[Piece] = []  # failed, and freed only with the agent
         self._last_event = 0.0
         self._complained = 0.0
         self._watch = Watch()
@@ -268,12 +321,12 @@ class Pump:
         return future
 
     def post(self, job: Job) -> None:
-        """Have the thread post a request and see it through."""
-        if job.bytes < BULK_BYTES:
-            self._ask(lambda: self._post(job))
-        else:
+        """Have the thread post a read and see it through."""
+        if job.is_bulk:
             self._bulk.append(job)
             self._ask(_nothing)  # the thread may be asleep
+        else:
+            self._ask(lambda: self._post(job))
 
     def adjust(self, *, spinning: int = 0, connected: int = 0, peers: int = 0) -> None:
         """Change how many reasons there are to spin, to poll every few milliseconds, and to poll now and then."""
@@ -303,9 +356,7 @@ class Pump:
             self._watch.turn()
             self._take(self._patience())
             if self._may_post_bulk():
-                job = self._bulk.popleft()
-                job.bulk = job.bytes + self._bulk_under_way()
-                self._post(job)
+                self._post(self._bulk[0])
                 self._flush()
             asked = self._spinning > 0 or self._connected > 0 or self._peers > 0
             if asked or self._posted or self._lingering or self._watch.failing:
@@ -317,11 +368,9 @@ class Pump:
         except Exception as caught:  # noqa: BLE001  the thread must live on
             _log.error("destroying the transfer agent failed: %s", self._as_ours(caught))
         gone = KvxferError(Reason.SHUTTING_DOWN, "the transfer engine was closed while the read was posted")
-        for job in self._posted:
-            self.counters.failed += 1
-            self._settle(job, gone)
-        for job in (*self._posted, *self._lingering, *self._kept):
-            self._outbox.append(job.let_go)
+        for piece in (*self._posted, *self._lingering, *self._kept):
+            self.counters.failed += not piece.job.settled
+            self._destroyed(piece.job, gone)
         self._posted, self._lingering, self._kept = [], [], []
         while not self._commands.empty():  # what came too late is answered with SHUTTING_DOWN
             self._take(0.0)
@@ -331,13 +380,21 @@ class Pump:
         self._flush()
 
     def _bulk_under_way(self) -> int:
-        return sum(job.bytes for job in self._posted if job.bulk)
+        return sum(piece.size for piece in self._posted if piece.bulk)
 
     def _may_post_bulk(self) -> bool:
+        while self._bulk and not self._bulk[0].pieces.left:
+            self._bulk.popleft()
         if not self._bulk:
             return False
-        under_way = self._bulk_under_way()
-        return not under_way or under_way + self._bulk[0].bytes <= self._bulk_rate * BULK_SECONDS
+        under_way, job = self._bulk_under_way(), self._bulk[0]
+        if not under_way:
+            return True
+        return under_way + job.pieces.size(self.piece(job.size)) <= self._bulk_rate * BULK_SECONDS
+
+    def piece(self, size: int) -> int:
+        """Most bytes of a piece of a read of so many; called on the thread."""
+        return size if size < BULK_BYTES else max(PIECE_BYTES, int(self._bulk_rate * PIECE_SECONDS))
 
     def _stop(self) -> None:
         self._stopping = True
@@ -400,101 +457,127 @@ class Pump:
             self._on_notification(peer, payload)
 
     def _post(self, job: Job) -> None:
-        if self._stopping:  # destroying the agent frees the request
-            self._settle(job, KvxferError(Reason.SHUTTING_DOWN, "the transfer engine is closing"))
-            self._outbox.append(job.let_go)
+        """Post the next piece of a read."""
+        if self._stopping:
+            self._destroyed(job, KvxferError(Reason.SHUTTING_DOWN, "the transfer engine is closing"))
             return
         if not job.wanted():
-            gone = KvxferError(Reason.TRANSFER_CANCELLED, "the read was abandoned before it was posted")
-            self._settle(job, gone)
-            self._drop(job)
+            self._give_up(job, KvxferError(Reason.TRANSFER_CANCELLED, "the read was abandoned before it was posted"))
             return
-        job.taken = time.perf_counter()
-        if job.make is not None:
-            try:
-                job.handle = job.make(self._driver)
-            except Exception as caught:  # noqa: BLE001  the thread must live on
-                self.counters.failed += 1
-                self._settle(job, self._as_ours(caught))
-                self._drop(job)
-                return
-            job.make = None
+        job.taken = job.taken or time.perf_counter()
+        try:
+            handle, size = job.pieces.take(self.piece(job.size))
+        except Exception as caught:  # noqa: BLE001  the thread must live on
+            self.counters.failed += 1
+            self._give_up(job, self._as_ours(caught))
+            return
+        piece = Piece(job, handle, size, time.perf_counter())
+        if job.is_bulk:
+            piece.bulk = size + self._bulk_under_way()
+        job.started = job.started or piece.started
+        job.moving, job.held, job.posted = job.moving + 1, job.held + 1, job.posted + 1
         self.counters.posted += 1
-        job.started = time.perf_counter()
-        if not self._advance(job, self._driver.post):
-            self._posted.append(job)
+        if not self._advance(piece, self._driver.post):
+            self._posted.append(piece)
 
-    def _drop(self, job: Job) -> None:
-        """Free the request of a job that was never posted, if there is one."""
-        if job.make is None:
-            self._retire(job)
-        else:
+    def _destroyed(self, job: Job, why: KvxferError) -> None:
+        """The agent is, and with it all of the read's requests."""
+        job.pieces.drop()
+        job.held = 0
+        self._settle(job, why)
+        self._let_go(job)
+
+    def _let_go(self, job: Job) -> None:
+        if job.settled and not job.held and not job.gone:
+            job.gone = True
             self._outbox.append(job.let_go)
 
-    def _advance(self, job: Job, step: Callable[[Any], bool]) -> bool:
+    def _give_up(self, job: Job, error: KvxferError) -> None:
+        """Settle a read that is not to go on, and free what was made of it and not posted."""
+        self._settle(job, error)
+        made = job.pieces.drop()
+        job.held += len(made)
+        for handle in made:
+            self._retire(Piece(job, handle, 0, 0.0))
+        self._let_go(job)
+
+    def _advance(self, piece: Piece, step: Callable[[Any], bool]) -> bool:
         """Post or check a request; true when nothing more has to be done for it here."""
+        job = piece.job
         try:
-            complete = step(job.handle)
+            complete = step(piece.handle)
         except Exception as caught:  # noqa: BLE001  the thread must live on
             error = self._as_ours(caught)
-            self.counters.failed += 1
+            self.counters.failed += not job.settled
+            job.moving -= 1
             # A request is many operations, and the library reports the first that failed while others may go on writing
             # into local memory; it does not say how those fare, and freeing does not stop them.  With the connection
             # gone there are none.
-            job.kept = error.reason is not Reason.PEER_LOST
-            self._settle(job, KvxferError(error.reason, error.message, **{**error.metadata, "peer": job.peer}))
-            if job.kept:
-                self._kept.append(job)
+            if error.reason is Reason.PEER_LOST:
+                self._lingering.append(piece)
             else:
-                self._retire(job)
+                job.kept = True
+                self._kept.append(piece)
+            self._give_up(job, KvxferError(error.reason, error.message, **{**error.metadata, "peer": job.peer}))
             return True
-        if job.returned == 0.0:
-            job.returned = time.perf_counter()
+        now = time.perf_counter()
+        if piece.returned == 0.0:
+            piece.returned = now
+            job.posting += now - piece.started
         if not complete:
             return False
-        now = time.perf_counter()
-        telemetry: Telemetry | None = None
+        job.moving -= 1
+        if piece.bulk:  # all that was ahead of it has moved as well
+            self._bulk_rate = max(piece.bulk / (now - piece.started), 0.75 * self._bulk_rate)
         try:
-            telemetry = self._driver.telemetry(job.handle)
+            if (told := self._driver.telemetry(piece.handle)) is not None:
+                job.telemetry.append(told)
         except Exception as caught:  # noqa: BLE001  the thread must live on
             self._complain("reading the telemetry of a request failed", caught)
-        result = ReadResult(
-            bytes=job.bytes,
-            queue_seconds=job.taken - job.submitted,
-            post_seconds=job.returned - job.started,
-            move_seconds=now - job.returned,
-            telemetry=telemetry,
-        )
-        self.counters.done += 1
-        self.counters.bytes += job.bytes
-        self.counters.post_seconds += result.post_seconds
-        self.counters.move_seconds += result.move_seconds
-        if job.bulk:  # all that was ahead of it has moved as well
-            self._bulk_rate = max(job.bulk / (now - job.started), 0.75 * self._bulk_rate)
-        self._settle(job, result)
-        self._flush()
+        if job.settled or job.pieces.left or job.moving:
+            self._lingering.append(piece)  # what is left is posted before it is freed
+            return True
+        self._done(job, now)
         if len(self._posted) <= 1 and not self._bulk and self._commands.empty():
             time.sleep(self._settings.nap)  # freeing can wait, the reader should not: it needs the interpreter now
-        self._retire(job)
+        self._retire(piece)
         return True
+
+    def _done(self, job: Job, now: float) -> None:
+        if job.posted > 1 and job.notification:
+            try:
+                self._driver.notify(job.peer, job.notification)
+            except Exception as caught:  # noqa: BLE001  the thread must live on; those who need it do without
+                self._complain("a notification was not sent", caught)
+        result = job.result(now)
+        self.counters.done += 1
+        self.counters.bytes += job.size
+        self.counters.post_seconds += result.post_seconds
+        self.counters.move_seconds += result.move_seconds
+        self._settle(job, result)
+        self._flush()
 
     def _settle(self, job: Job, result: ReadResult | KvxferError) -> None:
         self._last_event = time.perf_counter()
-        self._outbox.append(lambda: job.settle(result))
+        if not job.settled:
+            job.settled = True
+            self._outbox.append(lambda: job.settle(result))
 
-    def _retire(self, job: Job) -> None:
-        if not self._free(job):
-            self._lingering.append(job)
+    def _retire(self, piece: Piece) -> None:
+        if not self._free(piece):
+            self._lingering.append(piece)
 
-    def _free(self, job: Job) -> bool:
-        """Free a settled request; false while some of it is still moving."""
+    def _free(self, piece: Piece) -> bool:
+        """Free a complete request; false while some of it is still moving."""
+        job = piece.job
         try:
-            self._driver.release(job.handle)
+            self._driver.release(piece.handle)
         except Exception as caught:  # noqa: BLE001  the thread must live on
             self._complain("a finished request cannot be freed yet", caught)
             return False
         self.counters.released += 1
-        self._outbox.append(job.let_go)
+        job.held -= 1
+        self._let_go(job)
         return True
 
     def _flush(self) -> None:

@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, replace
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -27,8 +26,8 @@ DRAM = MemoryKind.DRAM
 BLOCK, COUNT = 64, 32
 #: Reads of more than three blocks are split.
 SPLIT = 4 * BLOCK
-#: Parts have ten blocks at most.
-PART = 10 * BLOCK
+#: Pieces have ten blocks at most.
+PIECE = 10 * BLOCK
 
 
 @dataclass
@@ -64,12 +63,15 @@ class World:
 
 
 @pytest_asyncio.fixture
-async def world() -> AsyncIterator[World]:
+async def world(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[World]:
+    monkeypatch.setattr(pump, "BULK_BYTES", SPLIT)
+    monkeypatch.setattr(pump, "PIECE_BYTES", PIECE)
+    monkeypatch.setattr(pump, "PIECE_SECONDS", 0.0)
     fabric = Fabric()
     notes: list[tuple[str, bytes]] = []
     settings = replace(QUICK, drain=0.2)
     lanes = [LoopbackEngine(name, fabric, settings=settings) for name in ("reader", "reader/lane1")]
-    reader = LanedEngine(lanes, split_bytes=SPLIT, part_bytes=PART)
+    reader = LanedEngine(lanes, split_bytes=SPLIT)
     source = LoopbackEngine("source", fabric, lambda peer, payload: notes.append((peer, payload)))
     into = np.zeros(BLOCK * COUNT, dtype=np.uint8)
     data = np.random.default_rng(1).integers(1, 256, BLOCK * COUNT, dtype=np.uint8)
@@ -112,56 +114,45 @@ async def test_parts_are_consecutive_and_about_equal(world: World) -> None:
     await world.reader.release(read)
 
 
-async def test_no_part_is_very_large(world: World) -> None:
+async def test_no_piece_is_very_large(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = []
+    for lane in world.lanes:
+        monkeypatch.setattr(lane.driver, "post", seen(lane.driver.post, sizes))
     with world.source.serving():
         read = await world.make(32, b"done")
-        assert [part.bytes for _, part in read.parts] == [8 * BLOCK] * 4  # type: ignore[attr-defined]
-        assert [lane for lane, _ in read.parts] == world.lanes * 2  # type: ignore[attr-defined]
+        assert [lane for lane, _ in read.parts] == world.lanes  # type: ignore[attr-defined]
         result = await world.reader.post(read)
         await until(lambda: world.notes, 5.0)
+    assert sizes == [8] * 4
     assert np.array_equal(world.into, world.expected(32))
-    assert result.bytes == 32 * BLOCK
+    assert (result.bytes, result.telemetry and result.telemetry.bytes) == (32 * BLOCK, 32 * BLOCK)
     assert world.notes == [("reader", b"done")]
 
 
-async def test_parts_are_larger_where_posting_copies(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the last large read did it; what only sends while it posts has small parts."""
-    clock = threading.local()  # moves with what the thread has tried, so that no stall counts
+def seen(really: Callable[[Any], bool], sizes: list[int]) -> Callable[[Any], bool]:
+    """A posting call that notes how many blocks it was for."""
 
-    def now() -> float:
-        return getattr(clock, "now", 0.0)
+    def post(handle: Any) -> bool:
+        sizes.append(int(handle.lengths.sum()) // BLOCK)
+        return really(handle)
 
-    def ticking(really: Callable[[Any], bool]) -> Callable[[Any], bool]:
-        def check(handle: Any) -> bool:
-            clock.now = now() + 1.0
-            return really(handle)
+    return post
 
-        return check
 
-    monkeypatch.setattr(pump, "time", SimpleNamespace(perf_counter=now, sleep=time.sleep))
+async def test_pieces_are_what_moves_in_a_moment(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the rate that was seen, where that is more than the least."""
+    sizes: list[int] = []
     for lane in world.lanes:
-        monkeypatch.setattr(lane.driver, "check", ticking(lane.driver.check))
-    sizes = []
-    for held in (False, True, False):
-        read = await world.make(32)
-        sizes.append(len(read.parts))  # type: ignore[attr-defined]
-        if held:
-            world.fabric.hold()
-        waiting = world.reader.submit(read)
-        if held:
-            posts = world.fabric.posts
-            await until(lambda n=posts: world.fabric.posts > n or n >= 6, 5.0)  # type: ignore[misc]
-            await asyncio.gather(*(lane.metadata() for lane in world.lanes))
-            world.fabric.let_go()
-        await waiting
-    assert sizes == [4, 2, 4]  # nothing is known; it was copied; it was not
+        monkeypatch.setattr(lane.driver, "post", seen(lane.driver.post, sizes))
+    await world.reader.post(await world.make(32))
+    assert sizes == [8] * 4
+    monkeypatch.setattr(pump, "PIECE_SECONDS", 3_600.0)
+    await world.reader.post(await world.make(32))
+    assert sizes[4:] == [16] * 2
 
 
-async def test_a_small_read_does_not_wait_for_all_parts_of_a_large_one(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Posting may take as long as copying: a lane posts one part, then whatever small has come, then the next part."""
-    monkeypatch.setattr(pump, "BULK_BYTES", SPLIT)
+async def test_a_small_read_does_not_wait_for_all_of_a_large_one(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Posting may take as long as copying: a lane posts a piece, then whatever small has come, then the next piece."""
     gate, order = threading.Semaphore(0), []
 
     def gated(really: Callable[[Any], bool]) -> Callable[[Any], bool]:
@@ -176,7 +167,7 @@ async def test_a_small_read_does_not_wait_for_all_parts_of_a_large_one(
         monkeypatch.setattr(lane.driver, "post", gated(lane.driver.post))
     with world.source.serving():
         waiting = [world.reader.submit(await world.make(32))]
-        await until(lambda: len(order) == 2, 5.0)  # one part in each lane
+        await until(lambda: len(order) == 2, 5.0)  # one piece in each lane
         waiting.append(world.reader.submit(await world.make(1, now=False)))
         gate.release(5)
         await asyncio.gather(*waiting)
@@ -185,12 +176,10 @@ async def test_a_small_read_does_not_wait_for_all_parts_of_a_large_one(
 
 
 async def test_bulk_does_not_pile_up_in_the_transport(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A lane has one part under way, and more only where they are gone in a moment; small reads always go."""
-    monkeypatch.setattr(pump, "BULK_BYTES", SPLIT)
+    """A lane has one piece under way, and more only where they are gone in a moment; small reads always go."""
     monkeypatch.setattr(pump, "BULK_SECONDS", 0.0)
-    monkeypatch.setattr("kvxfer.xfer.lanes.COPIED_PARTS", 1)  # four parts each time, also where posting took long
     world.fabric.hold()
-    large = world.reader.submit(await world.make(32))  # four parts
+    large = world.reader.submit(await world.make(32))  # four pieces
     await until(lambda: world.fabric.posts == 2, 5.0)
     small = world.reader.submit(await world.make(1))
     await until(lambda: world.fabric.posts == 3, 5.0)
