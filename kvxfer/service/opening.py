@@ -53,8 +53,8 @@ class Grant:
             )
 
 
-#: A source that does not answer is told of by the read's own deadline; only what nobody waits for ends by the call's,
-#: which is so much later, seconds.
+#: A source that does not answer is told of by the read's own deadline: the call's, and what is asked for, end so much
+#: later, seconds.
 LATER: Final = 5.0
 
 #: OpenRead under way.

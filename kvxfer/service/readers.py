@@ -25,7 +25,7 @@ CONNECT_WINDOW: Final = 1.0
 #: For so long after a reader was met, or has read, it is polled for now and then, seconds.
 ATTENTION: Final = 10.0
 #: A reader that says nothing for so long is forgotten, seconds.  Readers say something three times as often.
-IDLE_TIMEOUT: Final = 30.0
+IDLE_TIMEOUT: Final = 60.0
 #: A read whose reader never closes it stops costing CPU after so long, seconds.
 OPEN_LIMIT: Final = 120.0
 #: Most readers of one registration, and most reads that one reader may have under way: whoever reaches the peer port

@@ -1,6 +1,7 @@
 """Reads whose peer has stopped: what is told, when the local blocks are free, and that the next read works.
 
-Reads are caught in the middle by stopping P's sidecar (over TCP nothing moves without it), never by timing.
+Reads are caught in the middle by stopping P's sidecar when the first bytes have come (over TCP nothing moves without
+it), and once more where the read was over by then.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import grpc
+import numpy as np
 import pytest
 
 from kvxfer.core.errors import KvxferError, Reason
@@ -30,13 +32,13 @@ KV = Component(
     "kv",
     "bfloat16",
     2,
-    (Axis(AxisKind.UNIT, 2), Axis(AxisKind.TOKEN, 16), Axis(AxisKind.INNER, 128)),
+    (Axis(AxisKind.UNIT, 2), Axis(AxisKind.TOKEN, 16), Axis(AxisKind.INNER, 8_192)),
     UnitRange(0, 2, 2),
 )
 BLOCK = KV.data_bytes
 
 
-def layout(blocks: int = 64) -> CacheLayout:
+def layout(blocks: int = 32) -> CacheLayout:
     views = tuple(View(f"l{i}", i, 0, BLOCK, blocks, (KV,)) for i in range(2))
     return CacheLayout(
         tuple(Region(blocks * BLOCK) for _ in views), (Group("attention", GroupKind.ATTENTION, views, 16),)
@@ -60,6 +62,47 @@ def read(d: Engine, p: Engine, *, seed: int = 1, timeout: float = 20) -> pb.Tran
     d_lists, _ = make_lists(d.groups, TOKENS, seed + 1)
     p.hold(p_lists)
     return d.read(0, p, p.ticket(p_lists, TOKENS), d_lists, {"attention": Want(0, TOKENS)}, timeout=timeout)
+
+
+#: A sample of every block.
+STEP = 65_536
+
+
+def arrived(d: Engine) -> float:
+    """How much of what :func:`request` reads has come, since :func:`forget`."""
+    here = list(make_lists(d.groups, TOKENS, 2)[0]["attention"].ids)
+    sampled = [array.reshape(-1, BLOCK)[here, ::STEP] for array in d.members[0].regions.arrays]
+    return sum(np.count_nonzero(s) for s in sampled) / sum(s.size for s in sampled)
+
+
+def forget(d: Engine) -> None:
+    """What is in the blocks that :func:`request` reads into."""
+    here = list(make_lists(d.groups, TOKENS, 2)[0]["attention"].ids)
+    for array in d.members[0].regions.arrays:
+        array.reshape(-1, BLOCK)[here] = 0
+
+
+@contextmanager
+def in_mid_read(
+    d: Engine, p: Engine, timeout: float = 20.0
+) -> Iterator[tuple[str, grpc.Future[pb.ReadBlocksResponse]]]:
+    """P's sidecar is stopped while D reads: some bytes are there, many are not.
+
+    :returns: the read's ID, and the call that waits for it.
+    """
+    for attempt in range(20):
+        message = request(d, p, transfer_id=f"caught-{attempt}")
+        message.timeout.FromMilliseconds(int(timeout * 1000))
+        forget(d)
+        waiting = d.processes[0].stub.ReadBlocks.future(message, timeout=60)
+        while not arrived(d) and not waiting.done():
+            continue  # a pause would be as long as the read
+        with stopped(p.processes[0]):
+            if arrived(d) < 0.75:  # what is still in sockets is less than the rest
+                yield message.spec.transfer_id, waiting
+                return
+        waiting.result(60)
+    raise AssertionError("the read has always been over before it could be caught")
 
 
 def request(d: Engine, p: Engine, *, wait: bool = True, transfer_id: str = "") -> pb.ReadBlocksRequest:
@@ -98,15 +141,14 @@ def test_p_sidecar_killed_in_the_middle_of_a_read(four: list[SidecarProcess]) ->
     labels = Labels()
     p, p2, d = engine("p", four[0], labels), engine("p2", four[1], labels), engine("d", four[2], labels)
     read(d, p)
-    caught, other = request(d, p, wait=False, transfer_id="caught"), request(d, p2)
-    with stopped(four[0]):
-        d.processes[0].stub.ReadBlocks(caught, timeout=10)
-        assert transfer_of(d, "caught").state == pb.TRANSFER_STATE_POSTED
+    other = request(d, p2)
+    with in_mid_read(d, p) as (caught, _):
+        assert transfer_of(d, caught).state == pb.TRANSFER_STATE_POSTED
         busy = refused(d, other)
         assert busy.reason is Reason.LOCAL_BLOCK_BUSY
         four[0].kill()
-    until(lambda: transfer_of(d, "caught").state == pb.TRANSFER_STATE_FAILED, 20, "the failure")
-    ended = transfer_of(d, "caught")
+    until(lambda: transfer_of(d, caught).state == pb.TRANSFER_STATE_FAILED, 20, "the failure")
+    ended = transfer_of(d, caught)
     assert ended.quiesced
     assert ended.error.message
     read(d, p2)
@@ -116,18 +158,16 @@ def test_a_stopped_p_runs_into_the_deadline_and_drains(four: list[SidecarProcess
     labels = Labels()
     p, d = engine("p", four[0], labels), engine("d", four[2], labels)
     read(d, p)
-    message = request(d, p, transfer_id="slow")
-    message.timeout.FromSeconds(3)  # it is posted by then
     other = request(d, p)
-    with stopped(four[0]):
-        error = refused(d, message)
+    with in_mid_read(d, p, timeout=3.0) as (slow, waiting):
+        error = from_rpc_error(waiting.exception(20))
         assert error.reason is Reason.DEADLINE_EXCEEDED
         assert error.metadata["quiesced"] == "false"
-        assert transfer_of(d, "slow").state == pb.TRANSFER_STATE_DRAINING
+        assert transfer_of(d, slow).state == pb.TRANSFER_STATE_DRAINING
         busy = refused(d, other)
         assert busy.reason is Reason.LOCAL_BLOCK_BUSY
-    until(lambda: transfer_of(d, "slow").quiesced, 20, "quiescence")
-    assert transfer_of(d, "slow").state == pb.TRANSFER_STATE_FAILED
+    until(lambda: transfer_of(d, slow).quiesced, 20, "quiescence")
+    assert transfer_of(d, slow).state == pb.TRANSFER_STATE_FAILED
     read(d, p, seed=7)
 
 
@@ -138,14 +178,12 @@ def test_a_drain_that_takes_too_long_ends_with_its_agent() -> None:
         p, p2, d = engine("p", p_side, labels), engine("p2", p2_side, labels), engine("d", d_side, labels)
         read(d, p)
         read(d, p2)
-        message = request(d, p, transfer_id="stuck")
-        message.timeout.FromMilliseconds(500)
-        with stopped(p_side):
-            error = refused(d, message, within=10)
+        with in_mid_read(d, p, timeout=3.0) as (stuck, waiting):
+            error = from_rpc_error(waiting.exception(20))
             assert error.reason is Reason.DEADLINE_EXCEEDED
             assert error.metadata["quiesced"] == "false"
-            until(lambda: transfer_of(d, "stuck").quiesced, 10, "quiescence")
-            assert transfer_of(d, "stuck").state == pb.TRANSFER_STATE_FAILED
+            until(lambda: transfer_of(d, stuck).quiesced, 10, "quiescence")
+            assert transfer_of(d, stuck).state == pb.TRANSFER_STATE_FAILED
             read(d, p2, seed=7)  # into the very same blocks
         # It goes on where it was stopped; UCX may abort it, now that its reader is gone.
         until(lambda: p_side.process.poll() is not None or answers(p_side), 20, "an answer, or the end")
