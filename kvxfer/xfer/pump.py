@@ -53,7 +53,7 @@ _BURST: Final = 32
 #: piece: posting may take as long as copying, and whatever small has come meanwhile goes between two pieces.
 BULK_BYTES: Final = 2**20
 #: A piece is what has been seen to move in so many seconds, but at least so many bytes: each costs some 0.1 ms.
-PIECE_SECONDS: Final = 0.003
+PIECE_SECONDS: Final = 0.0015
 PIECE_BYTES: Final = 4 * 2**20
 #: No more bulk is under way than moves in so many seconds, but one request always.  More would wait inside the
 #: transport, where nothing small can pass it; and over TCP on one host it would have left the processor's cache before
@@ -402,6 +402,7 @@ class Pump:
     def _patience(self) -> float | None:
         """How long to wait for a command before the next poll; None: until one comes."""
         if self._may_post_bulk():
+            _give_way()  # whatever small is to come needs a processor, here and at the other side
             return 0.0
         quiet = time.perf_counter() - self._last_event
         if not (self._posted or self._lingering or self._spinning > 0):
@@ -409,8 +410,7 @@ class Pump:
             often = self._connected > 0 or lingering or self._watch.failing
             return self._settings.interval if often else None
         if quiet < self._settings.yielding:
-            time.sleep(0)  # lets the event loop have the interpreter ...
-            os.sched_yield()  # ... and other processes the core
+            _give_way()
             return 0.0
         return self._settings.nap
 
@@ -603,6 +603,11 @@ class Pump:
         if now - self._complained >= 1.0:
             self._complained = now
             _log.warning("%s: %s: %s", self._name, what, caught if isinstance(caught, KvxferError) else repr(caught))
+
+
+def _give_way() -> None:
+    time.sleep(0)  # the interpreter to the event loop ...
+    os.sched_yield()  # ... and the processor to other threads
 
 
 def _nothing() -> None:
