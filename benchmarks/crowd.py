@@ -57,7 +57,7 @@ def _crowds(section: Section, pair: Pair, effort: Effort) -> None:
     # One large for four small ones, of 16 and of 1 block in each layer.
     mixed = [16, 1, 1, 1, 1] * (case.blocks // 20)
     for name, sizes in (("same", same), ("mixed", mixed)):
-        rounds = effort.rounds(5)
+        rounds = effort.rounds(3)
         rates: dict[int, list[float]] = {n: [] for n in AT_ONCE}
         slowest: dict[int, list[float]] = {n: [] for n in AT_ONCE}
         for number in range(-1, rounds):

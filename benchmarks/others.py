@@ -22,7 +22,7 @@ TITLE = "ReadBlocks, Mooncake's transfer engine, a gRPC byte stream"
 
 #: Its rate is at least so many times that of Mooncake, and of the stream.
 MOONCAKE, STREAM = 1.5, 3.0
-_ROUNDS = 12
+_ROUNDS = 10
 
 
 def run(effort: Effort) -> Section:

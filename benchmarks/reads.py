@@ -51,9 +51,10 @@ def run(effort: Effort) -> Section:
 def _measure(section: Section, case: Case, place: Memory, p: Sidecar, d: Sidecar, raw: Raw, effort: Effort) -> None:
     transport = "TCP" if os.environ.get("UCX_TLS") == "tcp" else "CMA"
     pair, bare = Pair(p, d, case, place), raw.prepare(case)
-    others = (
-        {o: getattr(bare, o)() for o in ("by_remote", "by_local", "as_listed")} if case.order == "scrambled" else {}
+    orders = (
+        () if case.order != "scrambled" else ("by_remote", "by_local", "as_listed")[: 2 if case.bytes > SIZE else 3]
     )
+    others = {order: getattr(bare, order)() for order in orders}
     first, _ = pair.read()
     place.check(case)
     # Small reads are cheap, and their ratios vary most; of large ones the whole suite could wait for.
@@ -71,6 +72,7 @@ def _measure(section: Section, case: Case, place: Memory, p: Sidecar, d: Sidecar
         {"kvxfer": read, "raw": bare.once, "empty": lambda: Sample(0.0, d.empty())}
         | {name: other.once for name, other in others.items()},
         rounds,
+        warm_up=2 if case.bytes <= SIZE else 1,
     )
     ours = ours[-rounds:]
     place.check(case)
