@@ -37,7 +37,7 @@ STEPS = 10
 AT_ONCE = 8
 #: 64 KiB a read.
 BLOCK, BLOCKS, LAYERS = 4096, 8, 2
-#: P looks out for reads ten seconds after the last one; nothing is idle before.
+#: P polls for ten seconds after the last read; nothing is idle before.
 ATTENTIVE = 12.0
 _SETTINGS = ("--set", f"max_registrations={PEERS + 1}")
 

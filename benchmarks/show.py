@@ -77,7 +77,7 @@ TABLES: Mapping[str, tuple[str, Mapping[str, Cell]]] = {
             "queue": lambda r: f"{r['phases_ms']['queue']:.3f}",
             "post": lambda r: f"{r['phases_ms']['post']:.3f}",
             "move": lambda r: f"{r['phases_ms']['move']:.3f}",
-            "confirm (beside)": lambda r: f"{r['phases_ms']['open']:.3f}",
+            "grant": lambda r: f"{r['phases_ms']['open']:.3f}",
             "first read": of("first_ms"),
         },
     ),

@@ -146,7 +146,8 @@ class Settings(BaseSettings):
         5.0, description="How long a registration outlives the last stream that held it (HoldRegistration)."
     )
     poll_interval: Annotated[float, Field(gt=0, le=0.010)] = Field(
-        0.0095, description="How often NIXL is polled while readers are connected; at most 10 ms."
+        0.0095,
+        description="How often NIXL is polled for ten seconds after a reader was met or has read; at most 10 ms.",
     )
 
     # -- logs

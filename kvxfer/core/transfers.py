@@ -1,6 +1,7 @@
 """The life of a transfer, as a table.
 
-A transfer is one logical read: one NIXL READ from each source rank, with one outcome.  The rule behind the table: a
+A transfer is one logical read: one read from each source rank, in as many NIXL requests
+as it takes, with one outcome.  The rule behind the table: a
 posted READ cannot be called back, so from the moment of posting until the library has let go of every request, the
 local blocks belong to the network.  ``DRAINING`` is that time, once the outcome is settled; no transfer leaves it but
 by ``QUIESCED``, and only states in :data:`QUIESCENT` may tell the engine that its blocks are free.
@@ -30,7 +31,7 @@ class Event(str, Enum):
     """What can happen to a transfer."""
 
     POST = "POST"
-    """It is about to be handed to the library."""
+    """Its sources are asked; what they grant is handed to the library."""
     COMPLETE = "COMPLETE"
     """Every source's read is done and counts."""
     FAULT = "FAULT"

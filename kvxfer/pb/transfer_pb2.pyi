@@ -42,7 +42,7 @@ class _TransferStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Transfe
     TRANSFER_STATE_PREPARED: _TransferState.ValueType  # 1
     """Validated and made; nothing moves."""
     TRANSFER_STATE_POSTED: _TransferState.ValueType  # 2
-    """Being read."""
+    """Its sources are asked, or it is being read."""
     TRANSFER_STATE_DRAINING: _TransferState.ValueType  # 3
     """Failed or cancelled, but the local blocks may still be written."""
     TRANSFER_STATE_DONE: _TransferState.ValueType  # 4
@@ -62,7 +62,7 @@ TRANSFER_STATE_UNSPECIFIED: TransferState.ValueType  # 0
 TRANSFER_STATE_PREPARED: TransferState.ValueType  # 1
 """Validated and made; nothing moves."""
 TRANSFER_STATE_POSTED: TransferState.ValueType  # 2
-"""Being read."""
+"""Its sources are asked, or it is being read."""
 TRANSFER_STATE_DRAINING: TransferState.ValueType  # 3
 """Failed or cancelled, but the local blocks may still be written."""
 TRANSFER_STATE_DONE: TransferState.ValueType  # 4
@@ -1007,7 +1007,7 @@ class ReadBlocksRequest(_message.Message):
     """A prepared transfer.  One that was posted already is waited for; one that has ended answers as it ended."""
     wait: _builtins.bool
     """OPTIONAL.  Unset or true: answer when the read has ended, with an error if it failed.  False: answer once it is
-    posted.
+    POSTED.
     """
     @_builtins.property
     def spec(self) -> Global___TransferSpec:
@@ -1015,7 +1015,7 @@ class ReadBlocksRequest(_message.Message):
 
     @_builtins.property
     def timeout(self) -> _duration_pb2.Duration:
-        """OPTIONAL.  How long the read may take from being posted; past it the transfer fails (DEADLINE_EXCEEDED) and
+        """OPTIONAL.  How long the read may take from POSTED on; past it the transfer fails (DEADLINE_EXCEEDED) and
         drains.  More than 0; unset: the sidecar's setting.  A caller that goes away does not end the read.
         """
 
@@ -1259,7 +1259,7 @@ class TransferTimings(_message.Message):
 
     @_builtins.property
     def make(self) -> _duration_pb2.Duration:
-        """OUTPUT.  Making the NIXL request."""
+        """OUTPUT.  Making the NIXL requests; of a large read in part inside move."""
 
     @_builtins.property
     def queue(self) -> _duration_pb2.Duration:
@@ -1267,15 +1267,17 @@ class TransferTimings(_message.Message):
 
     @_builtins.property
     def post(self) -> _duration_pb2.Duration:
-        """OUTPUT.  Inside NIXL's posting call; the whole copy, where the transport copies there."""
+        """OUTPUT.  Inside NIXL's posting calls; the whole copy, where the transport copies there."""
 
     @_builtins.property
     def move(self) -> _duration_pb2.Duration:
-        """OUTPUT.  From then on until completion was seen."""
+        """OUTPUT.  The rest, from the first posting until completion was seen."""
 
     @_builtins.property
     def open(self) -> _duration_pb2.Duration:
-        """OUTPUT.  From sending OpenRead until the answer; beside the phases above, not among them."""
+        """OUTPUT.  From sending OpenRead until the answer: beside resolve and make, or after them where the transfer has an ID
+        of its own; queue, post and move follow.
+        """
 
     @_builtins.property
     def total(self) -> _duration_pb2.Duration:

@@ -75,8 +75,8 @@ MERGED_DESCRIPTORS: Final = Spec(
 PHASES: Final = Spec(
     "kvxfer_transfer_phase_seconds",
     Kind.HISTOGRAM,
-    "Time of reads that are done, by phase: resolve, make, queue, post, move, open (beside the others), total (from "
-    "posting to the outcome). Of several sources the longest.",
+    "Time of reads that are done, by phase: open (until it is granted, beside resolve and make), resolve, make, queue, "
+    "post, move, total (from POSTED to the outcome). Of several sources the longest.",
     (*PAIR, "phase"),
     SECONDS,
 )
@@ -107,7 +107,7 @@ READS_GRANTED: Final = Spec(
 READS_REFUSED: Final = Spec(
     "kvxfer_reads_refused_total",
     Kind.COUNTER,
-    "Reads from here that were refused, so that their bytes do not count: stale (LEASE_EXPIRED, LEASE_UNKNOWN, "
+    "Reads from here that were not granted, or not for longer: stale (LEASE_EXPIRED, LEASE_UNKNOWN, "
     "LEASE_TOKEN_MISMATCH, STALE_INCARNATION) or for another reason.",
     (*RANK, "reason"),
 )

@@ -93,6 +93,7 @@ class PeerService(peer_pb2_grpc.KvPeerServicer):
         with self._refusals(ref):
             registration = self._find(ref.engine_id, ref.rank)
             _check_incarnation(registration, ref.incarnation)
+            registration.readers.ask(ref.reader, ref.transfer_id, context.peer())
             granted = await registration.leases.open(record)
             registration.readers.open(ref.reader, ref.transfer_id, context.peer())
         registration.events.read_granted(ref)

@@ -44,7 +44,7 @@ class _Reader:
     attentive_until: float = 0.0
     connecting: Demand | None = None
     connecting_until: float = 0.0
-    reads: dict[str, tuple[Demand, float]] = field(default_factory=dict)
+    reads: dict[str, tuple[Demand | None, float]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -113,26 +113,33 @@ class Readers:
         if reader.attentive is None:
             reader.attentive = self._engine().connected()
 
-    def open(self, key: Reader, transfer_id: str, address: str) -> None:
-        """A read is under way, or goes on: poll without pause until it is closed.
+    def ask(self, key: Reader, transfer_id: str, address: str) -> None:
+        """A read is wanted, and counts as one until it is closed.
 
         :raises KvxferError: LIMIT_EXCEEDED where the reader has :data:`MAX_READS` under way already; as :meth:`meet`.
         """
         self.meet(key, address, connecting=False)
         reader = self._known[key]
         self._attend(reader, reader.heard)
-        until = time.monotonic() + OPEN_LIMIT
-        if transfer_id in reader.reads:
-            reader.reads[transfer_id] = (reader.reads[transfer_id][0], until)
-        else:
-            if len(reader.reads) >= MAX_READS:
-                raise KvxferError(
-                    Reason.LIMIT_EXCEEDED,
-                    f"this reader has {len(reader.reads)} reads under way; the limit is {MAX_READS} (max_reads)",
-                    limit_name="max_reads",
-                    limit=MAX_READS,
-                )
-            reader.reads[transfer_id] = (self._engine().serving(), until)
+        if transfer_id not in reader.reads and len(reader.reads) >= MAX_READS:
+            raise KvxferError(
+                Reason.LIMIT_EXCEEDED,
+                f"this reader has {len(reader.reads)} reads under way; the limit is {MAX_READS} (max_reads)",
+                limit_name="max_reads",
+                limit=MAX_READS,
+            )
+        demand, _ = reader.reads.get(transfer_id, (None, 0.0))
+        reader.reads[transfer_id] = demand, time.monotonic() + OPEN_LIMIT
+
+    def open(self, key: Reader, transfer_id: str, address: str) -> None:
+        """A read is granted, or goes on: poll without pause until it is closed.
+
+        :raises KvxferError: as :meth:`ask`.
+        """
+        self.ask(key, transfer_id, address)
+        reads = self._known[key].reads
+        demand, until = reads[transfer_id]
+        reads[transfer_id] = demand or self._engine().serving(), until
 
     def close_read(self, key: Reader, transfer_id: str) -> None:
         """A read is over; one that is not known is none of our business."""
@@ -140,7 +147,7 @@ class Readers:
         if reader is not None and (read := reader.reads.pop(transfer_id, None)):
             reader.heard = time.monotonic()
             self._attend(reader, reader.heard)
-            read[0].close()
+            _end(read[0])
 
     def leave(self, key: Reader) -> None:
         """A reader said goodbye, or is not heard of any more."""
@@ -148,7 +155,7 @@ class Readers:
         if reader is None:
             return
         for demand, _ in reader.reads.values():
-            demand.close()
+            _end(demand)
         for end in (reader.connecting, reader.attentive):
             if end is not None:
                 end.close()
@@ -167,7 +174,7 @@ class Readers:
                 reader.attentive = None
             for transfer_id, (demand, until) in list(reader.reads.items()):
                 if now >= until:
-                    demand.close()
+                    _end(demand)
                     del reader.reads[transfer_id]
             if now - reader.heard >= IDLE_TIMEOUT:
                 self.leave(key)
@@ -188,3 +195,8 @@ class Readers:
         """Forget everyone."""
         for key in list(self._known):
             self.leave(key)
+
+
+def _end(demand: Demand | None) -> None:
+    if demand is not None:
+        demand.close()

@@ -48,7 +48,8 @@ async def _finish(
 
     moving.add_done_callback(stamp)
     while not moving.done():
-        await asyncio.wait([moving], timeout=max(0.0, min(grant.seconds / 3, grant.until - clock())))
+        # Where the answer came late, and little is left, more is asked for in time, too.
+        await asyncio.wait([moving], timeout=max(0.0, min(grant.seconds / 3, (grant.until - clock()) / 2)))
         if not moving.done():
             grant.check(clock())
             await _renew(moving, grant, client, ref, timeout)
@@ -69,6 +70,8 @@ async def _renew(
         if renewing.done():
             grant.until, grant.unheard = max(grant.until, asked + renewing.result() * SURE), None
     except KvxferError as error:
+        if moving.done():
+            return  # the source has heard of its end, and has nothing to extend
         if not error.spec.retry:
             raise
         grant.unheard = error  # it is tried again until the time that was granted is over

@@ -14,6 +14,7 @@ from kvxfer.core.transfers import State
 from kvxfer.service.link import Link, LinkSource, RemoteRank
 from kvxfer.service.opening import LATER, Opening, announce, looked_at
 from kvxfer.service.transfer import Transfer
+from kvxfer.wire.fields import MAX_SECONDS
 from kvxfer.wire.peer import CloseRead, OpenRead, Outcome, ReadNotice, ReadRef, notice_to_bytes
 
 if TYPE_CHECKING:
@@ -59,7 +60,9 @@ class Telling:
         """Tell a source of the read that is about to be posted, within so many seconds; the answer is an opening."""
         rank, began = source.rank, time.perf_counter()
         digests = tuple((b.group, transfer.digest_of(b)) for b in transfer.promised if b.group in rank.groups)
-        record = OpenRead(self.ref(transfer, rank), transfer.promised_tokens, digests, timeout + LATER)
+        record = OpenRead(
+            self.ref(transfer, rank), transfer.promised_tokens, digests, min(timeout + LATER, MAX_SECONDS)
+        )
         opening = transfer.openings[id(rank)] = announce(source, record, timeout)
 
         def opened(ended: Opening) -> None:

@@ -151,7 +151,7 @@ class Read(Protocol):
 
     @property
     def make_seconds(self) -> float:
-        """What making the request took inside the library."""
+        """What making the requests took inside the library."""
 
     @property
     def is_quiesced(self) -> bool:
@@ -167,7 +167,7 @@ class Read(Protocol):
 
     @property
     def quiesced(self) -> Awaitable[None]:
-        """Resolves when the library has let go of the request; a fresh awaitable each time, safe to cancel.
+        """Resolves when the library has let go of all its requests; a fresh awaitable each time, safe to cancel.
 
         Never raises, whatever became of the read.  For a read that was not posted it resolves when it is released.
         """
@@ -194,10 +194,10 @@ class ReadResult:
     """A read that completed.
 
     :param bytes: bytes moved.
-    :param queue_seconds: from the call of ``post`` until the request was handed to the library.
-    :param post_seconds: inside the library's posting call (the whole copy, where the transport copies there).
-    :param move_seconds: from its return until completion was seen.
-    :param telemetry: the library's own figures, where it gives them.
+    :param queue_seconds: from the call of ``post`` until its first piece was taken up.
+    :param post_seconds: inside the library's posting calls (the whole copy, where the transport copies there).
+    :param move_seconds: the rest, from the first posting until completion was seen.
+    :param telemetry: the library's own figures, where it gives them; of several requests the sums.
     """
 
     bytes: int
@@ -209,7 +209,10 @@ class ReadResult:
 
 @dataclass(slots=True)
 class Counters:
-    """Totals since the engine started; times are sums in seconds."""
+    """Totals since the engine started; times are sums in seconds.
+
+    ``made``, ``posted`` and ``released`` count requests, of which a large read has several; the others count reads.
+    """
 
     made: int = 0
     posted: int = 0
@@ -233,8 +236,8 @@ class EngineInfo:
     :param environment: the variables that steer the library (``UCX_*``, ``NIXL_*``), as they were at the start.
     :param defaults: those of them that kvxfer set because nobody else had.
     :param rows: prepared lists alive.
-    :param reads: requests alive (made, or posted and not let go of yet).
-    :param in_flight: requests posted and not let go of yet.
+    :param reads: alive (made, or posted and not let go of yet).
+    :param in_flight: posted and not let go of yet.
     """
 
     name: str
@@ -375,7 +378,7 @@ class TransferEngine(Protocol):
         """Poll without pause while held: a peer is reading from here, or a connection is being made."""
 
     def connected(self) -> Demand:
-        """Poll every few milliseconds while held: some peer may start to read from here, or die, at any time.
+        """Poll every few milliseconds while held: a peer may die, and what is left of its read may still be under way.
 
         Peers that this engine reads from need none.
         """

@@ -491,7 +491,7 @@ class PumpedEngine:
                 self._background(lambda driver, handle=entry.handle: driver.release_rows(handle))
 
     def _forget(self, read: PumpedRead) -> None:
-        """The library has freed the request of this read (or is about to, before anything else)."""
+        """The library has freed all requests of this read (or is about to, before anything else)."""
         read.let_go()
         self._warm_ups.discard(read)
         if read in self._reads:
@@ -535,7 +535,8 @@ class PumpedEngine:
 
         def abandon(ended: asyncio.Future[ReadResult]) -> None:
             if ended.cancelled():
-                read.abandoned = True  # if it was not handed over yet it never will be; else it drains
+                read.abandoned = True  # what was not handed over yet never will be; what was drains
+                pump.abandon(job)
 
         outcome.add_done_callback(abandon)
         return outcome
@@ -616,5 +617,12 @@ class PumpedEngine:
 
 
 def _release(driver: Driver, handles: Sequence[Any]) -> None:
+    """Free requests; raises what the first of those has raised that could not be freed."""
+    failures = []
     for handle in handles:
-        driver.release(handle)
+        try:
+            driver.release(handle)
+        except KvxferError as error:
+            failures.append(error)
+    if failures:
+        raise failures[0]

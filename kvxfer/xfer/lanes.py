@@ -1,8 +1,8 @@
 """Several transfer engines that act as one: large reads are split over them, small ones go beside.
 
 Where the transport copies inside the posting call (between processes of one host it does), one agent moves bytes at
-the speed of one core, and everything else that it is asked for waits as long.  Two agents, each with its thread, copy
-at once.
+the speed of one core, and everything else that it is asked for waits for the piece under way.  Two agents, each with
+its thread, copy at once.
 
 The first lane is the engine that peers know: its metadata is given out, it receives notifications, it serves.  The
 others only read.  Handles are the first lane's; what stands behind them in the other lanes is kept here.
@@ -53,7 +53,7 @@ class LanedRead:
     def __init__(self, peer: Peer, parts: Sequence[tuple[PumpedEngine, Read]], notification: bytes) -> None:
         self._peer = peer
         self.parts: Final = tuple(parts)
-        #: Sent once all parts are done; a single part carries it itself.
+        #: Sent once all parts are done; a single part sees to it itself.
         self.notification: Final = notification if len(parts) > 1 else b""
 
     @property
@@ -286,7 +286,7 @@ class LanedEngine:
         quiet.add_done_callback(ended)
 
     async def _joined(self, read: LanedRead, waits: Sequence[asyncio.Future[ReadResult]]) -> ReadResult:
-        """The result of all parts; the first failure is that of the whole, whose other parts then drain."""
+        """The result of all parts; the first failure is that of the whole, and the other parts end with their piece."""
         try:
             results = await asyncio.gather(*waits)
         except BaseException:

@@ -71,7 +71,8 @@ class Pieces:
             return self._at + max(1, count // pieces)
         done = int(self._ends[self._at - 1]) if self._at else 0
         fair = done + (int(self._ends[-1]) - done) // pieces
-        return max(self._at + 1, int(np.searchsorted(self._ends, fair, "right")))
+        # Of the array's own type, or NumPy would convert all of it.
+        return max(self._at + 1, int(np.searchsorted(self._ends, np.uint64(fair), "right")))
 
     def _cut(self, most: int) -> tuple[Any, int]:
         start, stop = self._at, self._stop(most)

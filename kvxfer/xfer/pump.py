@@ -55,10 +55,10 @@ BULK_BYTES: Final = 2**20
 #: A piece is what has been seen to move in so many seconds, but at least so many bytes: each costs some 0.1 ms.
 PIECE_SECONDS: Final = 0.0015
 PIECE_BYTES: Final = 4 * 2**20
-#: No more bulk is under way than moves in so many seconds, but one request always.  More would wait inside the
+#: No more bulk is under way than moves in so many seconds, but one piece always.  More would wait inside the
 #: transport, where nothing small can pass it; and over TCP on one host it would have left the processor's cache before
 #: the other side takes it.
-BULK_SECONDS: Final = 0.001
+BULK_SECONDS: Final = 0.003
 
 
 @dataclass(frozen=True, slots=True)
@@ -328,6 +328,15 @@ class Pump:
         else:
             self._ask(lambda: self._post(job))
 
+    def abandon(self, job: Job) -> None:
+        """Nobody waits for a read any more: what has not been posted of it never is."""
+
+        def give_up() -> None:
+            if job.pieces.left and not job.settled:
+                self._give_up(job, _abandoned())
+
+        self._ask(give_up)
+
     def adjust(self, *, spinning: int = 0, connected: int = 0, peers: int = 0) -> None:
         """Change how many reasons there are to spin, to poll every few milliseconds, and to poll now and then."""
         self._spinning += spinning
@@ -355,7 +364,7 @@ class Pump:
         while not self._stopping:
             self._watch.turn()
             self._take(self._patience())
-            if self._may_post_bulk():
+            if not self._stopping and self._may_post_bulk():
                 self._post(self._bulk[0])
                 self._flush()
             asked = self._spinning > 0 or self._connected > 0 or self._peers > 0
@@ -462,7 +471,7 @@ class Pump:
             self._destroyed(job, KvxferError(Reason.SHUTTING_DOWN, "the transfer engine is closing"))
             return
         if not job.wanted():
-            self._give_up(job, KvxferError(Reason.TRANSFER_CANCELLED, "the read was abandoned before it was posted"))
+            self._give_up(job, _abandoned())
             return
         job.taken = job.taken or time.perf_counter()
         try:
@@ -603,6 +612,10 @@ class Pump:
         if now - self._complained >= 1.0:
             self._complained = now
             _log.warning("%s: %s: %s", self._name, what, caught if isinstance(caught, KvxferError) else repr(caught))
+
+
+def _abandoned() -> KvxferError:
+    return KvxferError(Reason.TRANSFER_CANCELLED, "the read was abandoned before all of it was posted")
 
 
 def _give_way() -> None:

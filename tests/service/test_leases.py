@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +16,9 @@ from kvxfer.core.layout import Rank
 from kvxfer.pb import peer_pb2
 from kvxfer.pb import transfer_pb2 as pb
 from kvxfer.service import leases as service_leases
+from kvxfer.service import reading as reading_of
 from kvxfer.service.leases import Leases
+from kvxfer.service.opening import Grant, clock
 from kvxfer.wire.peer import CloseRead, OpenRead, Outcome, Reader, ReadNotice, ReadRef
 from kvxfer.wire.requests import PublishBlocks
 from kvxfer.wire.tickets import Ticket
@@ -262,6 +265,8 @@ async def test_reading_before_it_is_published(cluster: Cluster) -> None:
     posts = reading.fabric.posts
     waiting = asyncio.ensure_future(_awaited(reading.stub.ReadBlocks(reads(reading, ticket))))
     await soon(lambda: leases_of(reading.p)._waiters == 1)
+    registered = reading.p.nodes[0].sidecar.registrations.get("engine-p")
+    assert registered.readers.open_reads == 1
     # P finishes writing, and publishes.
     member.model.image = truth
     member.write()
@@ -283,6 +288,40 @@ async def test_a_request_that_is_never_published(cluster: Cluster) -> None:
     assert error.reason is Reason.LEASE_UNKNOWN
     assert (await reading.p.nodes[0].stub.GetStatus(pb.GetStatusRequest())).counts.reads_refused == 1
     await reading.good()
+
+
+class Extends:
+    """A source that is asked for more time, and what happens then."""
+
+    def __init__(self, then: Callable[[], float]) -> None:
+        self._then = then
+
+    async def renew_read(self, *_: object) -> float:
+        return self._then()
+
+
+async def test_a_renewal_that_crosses_the_end_of_its_read_costs_nothing() -> None:
+    """P has closed the read on its notification, and says that there is none."""
+    moving: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+
+    def too_late() -> float:
+        moving.set_result("read")
+        raise KvxferError(Reason.LEASE_EXPIRED, "no such read is open")
+
+    grant = Grant(0.3, clock() + 20.0)
+    assert await reading_of._finish(moving, grant, Extends(too_late), None, 60.0) == "read"  # type: ignore[arg-type]
+
+
+async def test_more_is_asked_for_in_time_where_the_answer_came_late() -> None:
+    """Of the time that was granted most had passed when D heard of it."""
+    moving: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+
+    def more() -> float:
+        moving.set_result("read")
+        return 60.0
+
+    grant = Grant(60.0, clock() + 2.0)
+    assert await reading_of._finish(moving, grant, Extends(more), None, 60.0) == "read"  # type: ignore[arg-type]
 
 
 # -- messages that come in the wrong order, twice, or never ---------------------------------------------------------

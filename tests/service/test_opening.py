@@ -12,6 +12,7 @@ from kvxfer.core.errors import Reason
 from kvxfer.pb import transfer_pb2 as pb
 from kvxfer.service import transfers
 from kvxfer.service.link import LinkSource
+from kvxfer.wire.fields import MAX_SECONDS
 from kvxfer.wire.peer import CloseRead, Outcome
 from tests.support.errors import refusal
 from tests.support.loopback import Reading, soon
@@ -105,6 +106,13 @@ async def test_the_end_is_told_after_the_beginning(reading: Reading, monkeypatch
     answer.set()
     await soon(lambda: len(events) == 2)
     assert events == ["granted", "closed"]
+
+
+async def test_a_read_may_take_as_long_as_any(reading: Reading) -> None:
+    """What is asked for is a little longer than the read's own deadline, but never longer than may be asked for."""
+    request = reading.request()
+    request.timeout.FromSeconds(MAX_SECONDS)
+    assert (await reading.stub.ReadBlocks(request)).transfer.state == pb.TRANSFER_STATE_DONE
 
 
 @pytest.mark.parametrize("name", ["", "t1"], ids=["anonymous", "named"])

@@ -10,7 +10,7 @@ import pytest
 
 from kvxfer.core.errors import KvxferError, Reason
 from kvxfer.core.layout import Rank
-from kvxfer.service.readers import ATTENTION, IDLE_TIMEOUT, MAX_READERS, MAX_READS, Readers
+from kvxfer.service.readers import ATTENTION, IDLE_TIMEOUT, MAX_READERS, MAX_READS, OPEN_LIMIT, Readers
 from kvxfer.service.settings import ServiceSettings
 from kvxfer.wire.peer import Reader
 
@@ -99,6 +99,21 @@ async def test_reads_of_one_reader_over_the_limit_are_refused(readers: Readers, 
     readers.open(reader(0), "one more", "a:1")
     readers.close()
     assert not +demands.held
+
+
+async def test_a_read_that_waits_for_its_grant_counts_and_costs_nothing(readers: Readers, demands: Demands) -> None:
+    for _ in range(2):
+        readers.ask(reader(0), "t", "a:1")
+    assert (readers.open_reads, demands.held["serving"]) == (1, 0)
+    readers.open(reader(0), "t", "a:1")
+    assert (readers.open_reads, demands.held["serving"]) == (1, 1)
+    readers.ask(reader(0), "never granted", "a:1")
+    readers.tick(time.monotonic() + OPEN_LIMIT)
+    assert (readers.open_reads, demands.held["serving"]) == (0, 0)
+    for end in (lambda: readers.close_read(reader(0), "u"), lambda: readers.leave(reader(0))):
+        readers.ask(reader(0), "u", "a:1")
+        end()
+        assert readers.open_reads == 0
 
 
 async def test_a_reader_that_only_stays_connected_costs_nothing(readers: Readers, demands: Demands) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
@@ -209,6 +210,85 @@ async def test_a_prepared_read_is_released_whole(scene: Scene) -> None:
     assert scene.alive == 4
     await scene.reader.release(read)
     assert (scene.alive, read.is_quiesced, state_of(read)) == (0, True, ReadState.RELEASED)
+
+
+async def test_what_is_abandoned_in_the_queue_does_not_wait_for_its_turn(scene: Scene) -> None:
+    scene.fabric.hold()
+    first, second = [await scene.make(now=now) for now in (False, True)]
+    ahead = scene.reader.submit(first)
+    behind = scene.reader.submit(second)
+    await until(lambda: scene.fabric.posts == 1, 5.0)
+    behind.cancel()
+    await asyncio.wait_for(_wait(second), 5)
+    assert (state_of(second), scene.alive, scene.fabric.posts) == (ReadState.FAILED, 1, 1)
+    scene.fabric.let_go()
+    await ahead
+    assert scene.arrived == [True] * 4
+
+
+class Stopping:
+    """A driver that is told to stop while its second piece is under way, and a third may be posted.
+
+    Only what a pump needs of a :class:`kvxfer.xfer.pump.Driver`.
+    """
+
+    def __init__(self) -> None:
+        self.pump: pump.Pump
+        self.told = threading.Event()
+        self.told_too_early = False
+        self.checked = 0
+
+    def post(self, handle: int) -> bool:
+        return handle == 0
+
+    def check(self, handle: int) -> bool:
+        self.checked += 1
+        if self.checked == 1:
+            self.pump._ask(self.pump._stop)
+        return False
+
+    def telemetry(self, handle: int) -> None:
+        return None
+
+    def release(self, handle: int) -> None:
+        assert handle == 0, "a request in flight was released"
+
+    def notifications(self) -> list[tuple[str, bytes]]:
+        return []
+
+    def close(self) -> None:
+        self.told_too_early = self.told.wait(0.3)
+
+
+async def test_nothing_is_let_go_before_the_agent_is_destroyed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its pieces may still be writing."""
+    monkeypatch.setattr(pump, "BULK_BYTES", 1)
+    monkeypatch.setattr(pump, "BULK_SECONDS", 3_600.0)
+    driver, numbers, told = Stopping(), iter(range(4)), list[str]()
+
+    def tell(what: str) -> None:
+        told.append(what)
+        driver.told.set()
+
+    running = driver.pump = pump.Pump("x", driver, pump.PumpSettings(), None)  # type: ignore[arg-type]
+    four = np.arange(4, dtype=np.int32)
+    pieces = Pieces(lambda ours, theirs, whole: next(numbers), four, four, BLOCK)
+    pieces.make(BLOCK)
+    job = pump.Job(
+        pieces,
+        "peer",
+        4 * BLOCK,
+        b"",
+        wanted=lambda: True,
+        settle=lambda result: tell("settled"),
+        let_go=lambda: tell("let go"),
+    )
+    running.start()
+    running.post(job)
+    await until(lambda: driver.checked, 5.0)
+    await running.stop()
+    assert told == ["settled", "let go"]
+    assert not driver.told_too_early
 
 
 async def _wait(read: Read) -> None:

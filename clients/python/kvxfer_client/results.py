@@ -207,11 +207,12 @@ class Timings:
     Sources are read at once: of each phase the longest is told.
 
     :param resolve: validating, and turning block IDs into descriptors.
-    :param make: making the NIXL request.
+    :param make: making the NIXL requests; of a large read in part inside ``move``.
     :param queue: waiting for the NIXL thread.
-    :param post: inside NIXL's posting call; the whole copy, where the transport copies there.
-    :param move: from then on until completion was seen.
-    :param open: from sending OpenRead until the answer; beside the phases above, not among them.
+    :param post: inside NIXL's posting calls; the whole copy, where the transport copies there.
+    :param move: the rest, from the first posting until completion was seen.
+    :param open: from sending OpenRead until the answer: beside ``resolve`` and ``make``, or after them where the
+        transfer has an ID of its own; ``queue``, ``post`` and ``move`` follow.
     :param total: from ReadBlocks until the end.
     """
 

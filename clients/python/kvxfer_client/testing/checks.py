@@ -223,7 +223,7 @@ def _bad_ticket(name: str, spoil: Callable[[Ticket], Ticket]) -> None:
         p_blocks = stage.p.blocks(request_id)
         stage.p.engine.finish(request_id)
         stage.freed(stage.p, p_blocks, f"{request_id} was aborted on P")
-        stage.p.engine.poison()  # a READ that is posted moves bytes, whatever is said about it later
+        stage.p.engine.poison()  # where D reads all the same, it shows
         stage.decode(request_id, ticket_to_string(spoil(ticket)))
         stage.settled(request_id, ticket.num_tokens, fails=True)
         blocks = stage.d.blocks(request_id)
@@ -253,7 +253,7 @@ def d_aborts_at_once(stage: Stage) -> None:
 
 @_check
 def d_aborts_in_mid_read(stage: Stage) -> None:
-    """D's client hangs up while bytes may still arrive: the blocks stay until nothing can write them any more."""
+    """D's client hangs up while its read is under way: the blocks stay until nothing can write them any more."""
     request_id, _ = _in_mid_read(stage)
     blocks = stage.d.blocks(request_id)
     stage.d.engine.finish(request_id)
@@ -278,7 +278,7 @@ def d_aborts_after_the_read(stage: Stage) -> None:
 
 
 def _in_mid_read(stage: Stage) -> tuple[str, Ticket]:
-    """A request of D's whose read is posted, and does not get on: P's sidecar is paused."""
+    """A request of D's whose transfer is POSTED, and does not get on: P's sidecar is paused, and grants nothing."""
     first, ticket = stage.prefill(stage.prompt())  # the peers meet
     stage.decode(first, ticket_to_string(ticket))
     stage.happens(lambda: stage.d.engine.ready(first) is not None)
