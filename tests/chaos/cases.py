@@ -4,8 +4,8 @@ The phases of a read, and how each is reached without guessing at times:
 
 - HANDSHAKE: D has connected to P's peer port, and P, which is stopped, does not answer.
 - OPEN: P has OpenRead before it, and waits for the request's publication.
-- POSTED: the READ is posted and nothing has arrived; P, whose help it needs, is stopped.  (A fault of D's sidecar needs
-  no stopped P: it comes as soon as ReadBlocks says that the read is posted.)
+- POSTED: the transfer is POSTED, and P, which is stopped, has not granted it.  (A fault of D's sidecar needs no stopped
+  P: it comes as soon as ReadBlocks says POSTED.)
 - HALF: some bytes have arrived, not all.
 - CLOSING: D's sidecar has just said DONE; whether P was told as well is a race, and must not matter.
 
@@ -105,8 +105,7 @@ class Case:
 
 LOST = outcomes("PEER_LOST PEER_UNREACHABLE TRANSFER_FAILED")
 LATE = outcomes("DEADLINE_EXCEEDED PEER_UNREACHABLE")
-#: D's sidecar slept while P's hold ended.  TRANSFER_FAILED is how a read ends of which nobody can say any more whether
-#: it began after the publication: it slept between posting and P's answer.
+#: D's sidecar slept while P's hold ended.
 MISSED = outcomes("LEASE_EXPIRED DEADLINE_EXCEEDED PEER_LOST PEER_UNREACHABLE TRANSFER_FAILED")
 OK = outcomes(DONE)
 RELEASED, EXPIRED = outcomes("RELEASED"), outcomes("EXPIRED")
@@ -140,8 +139,8 @@ CASES: tuple[Case, ...] = (
     Case(Who.P_SIDECAR, Fault.KILL, Phase.POSTED, LOST, SLACK, GONE_TOO),
     Case(Who.P_SIDECAR, Fault.KILL, Phase.HALF, LOST, SLACK, GONE_TOO, ci=True),
     Case(Who.P_SIDECAR, Fault.KILL, Phase.CLOSING, OK, 1, GONE_TOO),
-    # P's sidecar, stopped: nothing breaks and nothing moves, so that only deadlines help.  D's blocks are free again
-    # after the drain limit, with P still stopped.
+    # P's sidecar, stopped: nothing breaks and nothing moves, so that only deadlines help.  Where a READ
+    # is under way D's blocks are free again after the drain limit, with P still stopped.
     Case(Who.P_SIDECAR, Fault.STOP, Phase.HANDSHAKE, LATE, HANDSHAKE_TIMEOUT + SLACK, EXPIRED, hold=SHORT_HOLD),
     Case(
         *(Who.P_SIDECAR, Fault.STOP, Phase.OPEN, LATE, SHORT_READ + SLACK),

@@ -229,7 +229,7 @@ def engine_process(process: SidecarProcess, call: str, message: bytes) -> subpro
     return child
 
 
-def test_d_engine_killed_in_the_middle_of_its_read(four: list[SidecarProcess]) -> None:
+def test_d_engine_killed_while_its_read_waits_for_p(four: list[SidecarProcess]) -> None:
     """The transfer is the sidecar's: it ends as if nothing had happened."""
     labels = Labels()
     p, d = engine("p", four[0], labels), engine("d", four[2], labels)

@@ -220,7 +220,7 @@ async def test_a_peer_that_does_not_answer(reading: Reading, fake: FakePeer) -> 
 
 
 async def test_a_read_that_the_peer_does_not_confirm_does_not_count(reading: Reading, fake: FakePeer) -> None:
-    """The bytes may have arrived; the read has failed all the same, and its end is told."""
+    """Nothing is posted; the read has failed, and its end is told."""
     request = reading.request("t1")
     request.spec.ticket.ranks[0].address = fake.address  # type: ignore[attr-defined]
     fake.refuse_reads = True
