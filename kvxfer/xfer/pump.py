@@ -54,11 +54,11 @@ _BURST: Final = 32
 BULK_BYTES: Final = 2**20
 #: A piece is what has been seen to move in so many seconds, but at least so many bytes: each costs some 0.1 ms.
 PIECE_SECONDS: Final = 0.0015
-PIECE_BYTES: Final = 4 * 2**20
+PIECE_BYTES: Final = 8 * 2**20
 #: No more bulk is under way than moves in so many seconds, but one piece always.  More would wait inside the
 #: transport, where nothing small can pass it; and over TCP on one host it would have left the processor's cache before
 #: the other side takes it.
-BULK_SECONDS: Final = 0.003
+BULK_SECONDS: Final = 0.001
 
 
 @dataclass(frozen=True, slots=True)
