@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import time
 import unittest
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -26,7 +27,7 @@ from kvxfer_client.testing.rules import (
     broken,
 )
 from kvxfer_client.testing.sidecars import Sidecars
-from kvxfer_client.testing.stage import QUIET_FOR, Stage
+from kvxfer_client.testing.stage import PATIENCE, QUIET_FOR, Stage
 
 
 @dataclass(frozen=True)
@@ -278,7 +279,11 @@ def d_aborts_after_the_read(stage: Stage) -> None:
 
 
 def _in_mid_read(stage: Stage) -> tuple[str, Ticket]:
-    """A request of D's whose transfer is POSTED, and does not get on: P's sidecar is paused, and grants nothing."""
+    """A request of D's whose read is under way, and does not get on: P's sidecar has granted it, and is paused.
+
+    Over TCP nothing moves without P.  It answers while D's sidecar is paused, which hears of it and posts the READ when
+    P's is paused again.
+    """
     first, ticket = stage.prefill(stage.prompt())  # the peers meet
     stage.decode(first, ticket_to_string(ticket))
     stage.happens(lambda: stage.d.engine.ready(first) is not None)
@@ -292,6 +297,16 @@ def _in_mid_read(stage: Stage) -> tuple[str, Ticket]:
 
     if not stage.happens(posted):
         broken(SAME_BYTES, f"{request_id}: no transfer of it was posted on D")
+    deadline = time.monotonic() + PATIENCE
+    granted = False
+    while not granted and time.monotonic() < deadline:  # D's may have been paused before it had asked
+        stage.sidecars.d.pause()
+        stage.sidecars.p.resume()
+        granted = stage.p.is_being_read(request_id)
+        stage.sidecars.p.pause()
+        stage.sidecars.d.resume()
+    if not granted:
+        broken(SAME_BYTES, f"{request_id}: P's sidecar has not granted its read")
     return request_id, ticket
 
 

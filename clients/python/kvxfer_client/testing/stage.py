@@ -63,6 +63,15 @@ class Side:
         """The lease of a request, while the sidecar knows it."""
         return next((x for x in self._ask(self._client.list_leases) if x.request_id == request_id), None)
 
+    def is_being_read(self, request_id: str) -> bool:
+        """Whether a read of a request is granted, or is so in a moment."""
+        deadline = time.monotonic() + QUIET_FOR
+        while (lease := self.lease(request_id)) is None or not lease.open_reads:
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(TICK)
+        return True
+
     def transfers(self) -> list[TransferInfo]:
         """Transfers of the engine that the sidecar knows, newest first."""
         return self._ask(self._client.list_transfers)
