@@ -51,9 +51,9 @@ def run(effort: Effort) -> Section:
 def _measure(section: Section, case: Case, place: Memory, p: Sidecar, d: Sidecar, raw: Raw, effort: Effort) -> None:
     transport = "TCP" if os.environ.get("UCX_TLS") == "tcp" else "CMA"
     pair, bare = Pair(p, d, case, place), raw.prepare(case)
-    orders = (
-        () if case.order != "scrambled" else ("by_remote", "by_local", "as_listed")[: 2 if case.bytes > SIZE else 3]
-    )
+    orders = ["by_remote", "by_local"] if case.order == "scrambled" else []
+    if orders and case.bytes <= SIZE:
+        orders.append("as_listed")  # larger ones are not drawn
     others = {order: getattr(bare, order)() for order in orders}
     first, _ = pair.read()
     place.check(case)

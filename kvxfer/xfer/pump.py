@@ -52,7 +52,7 @@ _BURST: Final = 32
 #: Reads of at least so many bytes are bulk.  They wait until nothing else is to be done, and are then posted piece by
 #: piece: posting may take as long as copying, and whatever small has come meanwhile goes between two pieces.
 BULK_BYTES: Final = 2**20
-#: A piece is what has been seen to move in so many seconds, but at least so many bytes: each costs some 0.1 ms.
+#: A piece is what has been seen to move in so many seconds, but at least so many bytes.
 PIECE_SECONDS: Final = 0.0015
 PIECE_BYTES: Final = 8 * 2**20
 #: No more bulk is under way than moves in so many seconds, but one piece always.  More would wait inside the
