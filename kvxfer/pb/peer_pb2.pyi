@@ -245,7 +245,7 @@ class ExchangeResponse(_message.Message):
 
     @_builtins.property
     def idle_timeout(self) -> _duration_pb2.Duration:
-        """OUTPUT.  This side forgets a reader of which it has heard nothing for so long (Exchange, OpenRead or CloseRead)."""
+        """OUTPUT.  This side forgets a reader of which it has heard nothing for so long (Exchange, OpenRead or CloseReads)."""
 
     def __init__(
         self,
@@ -483,25 +483,17 @@ class RenewReadResponse(_message.Message):
 Global___RenewReadResponse: _TypeAlias = RenewReadResponse  # noqa: Y015
 
 @_typing.final
-class CloseReadRequest(_message.Message):
-    """Request of KvPeer.CloseRead."""
+class ReadEnd(_message.Message):
+    """The end of a READ."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    ENGINE_ID_FIELD_NUMBER: _builtins.int
-    RANK_FIELD_NUMBER: _builtins.int
-    INCARNATION_FIELD_NUMBER: _builtins.int
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     LEASE_TOKEN_FIELD_NUMBER: _builtins.int
-    READER_FIELD_NUMBER: _builtins.int
     READERS_FIELD_NUMBER: _builtins.int
     TRANSFER_ID_FIELD_NUMBER: _builtins.int
     OUTCOME_FIELD_NUMBER: _builtins.int
     WILL_RETRY_FIELD_NUMBER: _builtins.int
-    engine_id: _builtins.str
-    """REQUIRED."""
-    incarnation: _builtins.str
-    """REQUIRED.  As in the ticket."""
     request_id: _builtins.str
     """REQUIRED.  As in the ticket."""
     lease_token: _builtins.bytes
@@ -514,6 +506,39 @@ class CloseReadRequest(_message.Message):
     """REQUIRED."""
     will_retry: _builtins.bool
     """OPTIONAL.  The reader may read this request again: it does not count as done yet.  Not with DONE and NOT_NEEDED."""
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        lease_token: _builtins.bytes = ...,
+        readers: _builtins.int = ...,
+        transfer_id: _builtins.str = ...,
+        outcome: Global___ReadOutcome.ValueType = ...,
+        will_retry: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease_token", b"lease_token", "outcome", b"outcome", "readers", b"readers", "request_id", b"request_id", "transfer_id", b"transfer_id", "will_retry", b"will_retry"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReadEnd: _TypeAlias = ReadEnd  # noqa: Y015
+
+@_typing.final
+class CloseReadsRequest(_message.Message):
+    """Request of KvPeer.CloseReads."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ENGINE_ID_FIELD_NUMBER: _builtins.int
+    RANK_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    READER_FIELD_NUMBER: _builtins.int
+    READS_FIELD_NUMBER: _builtins.int
+    engine_id: _builtins.str
+    """REQUIRED."""
+    incarnation: _builtins.str
+    """REQUIRED.  As in the ticket."""
     @_builtins.property
     def rank(self) -> _layout_pb2.Rank:
         """REQUIRED."""
@@ -522,31 +547,30 @@ class CloseReadRequest(_message.Message):
     def reader(self) -> Global___Reader:
         """REQUIRED."""
 
+    @_builtins.property
+    def reads(self) -> _containers.RepeatedCompositeFieldContainer[Global___ReadEnd]:
+        """REQUIRED.  1 to 1,024."""
+
     def __init__(
         self,
         *,
         engine_id: _builtins.str = ...,
         rank: _layout_pb2.Rank | None = ...,
         incarnation: _builtins.str = ...,
-        request_id: _builtins.str = ...,
-        lease_token: _builtins.bytes = ...,
         reader: Global___Reader | None = ...,
-        readers: _builtins.int = ...,
-        transfer_id: _builtins.str = ...,
-        outcome: Global___ReadOutcome.ValueType = ...,
-        will_retry: _builtins.bool = ...,
+        reads: _abc.Iterable[Global___ReadEnd] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["rank", b"rank", "reader", b"reader"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine_id", b"engine_id", "incarnation", b"incarnation", "lease_token", b"lease_token", "outcome", b"outcome", "rank", b"rank", "reader", b"reader", "readers", b"readers", "request_id", b"request_id", "transfer_id", b"transfer_id", "will_retry", b"will_retry"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine_id", b"engine_id", "incarnation", b"incarnation", "rank", b"rank", "reader", b"reader", "reads", b"reads"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___CloseReadRequest: _TypeAlias = CloseReadRequest  # noqa: Y015
+Global___CloseReadsRequest: _TypeAlias = CloseReadsRequest  # noqa: Y015
 
 @_typing.final
-class CloseReadResponse(_message.Message):
-    """Response of KvPeer.CloseRead."""
+class CloseReadsResponse(_message.Message):
+    """Response of KvPeer.CloseReads."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -559,7 +583,7 @@ class CloseReadResponse(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___CloseReadResponse: _TypeAlias = CloseReadResponse  # noqa: Y015
+Global___CloseReadsResponse: _TypeAlias = CloseReadsResponse  # noqa: Y015
 
 @_typing.final
 class ReadNotice(_message.Message):

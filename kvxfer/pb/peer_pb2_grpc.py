@@ -50,10 +50,10 @@ class KvPeerStub(object):
                 request_serializer=kvxfer_dot_v1_dot_peer__pb2.RenewReadRequest.SerializeToString,
                 response_deserializer=kvxfer_dot_v1_dot_peer__pb2.RenewReadResponse.FromString,
                 _registered_method=True)
-        self.CloseRead = channel.unary_unary(
-                '/kvxfer.v1.KvPeer/CloseRead',
-                request_serializer=kvxfer_dot_v1_dot_peer__pb2.CloseReadRequest.SerializeToString,
-                response_deserializer=kvxfer_dot_v1_dot_peer__pb2.CloseReadResponse.FromString,
+        self.CloseReads = channel.unary_unary(
+                '/kvxfer.v1.KvPeer/CloseReads',
+                request_serializer=kvxfer_dot_v1_dot_peer__pb2.CloseReadsRequest.SerializeToString,
+                response_deserializer=kvxfer_dot_v1_dot_peer__pb2.CloseReadsResponse.FromString,
                 _registered_method=True)
 
 
@@ -84,9 +84,9 @@ class KvPeerServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def CloseRead(self, request, context):
-        """A READ has ended, whatever became of it; also sent to ranks of a ticket from which nothing is read.  Idempotent;
-        may overtake OpenRead.
+    def CloseReads(self, request, context):
+        """READs have ended, whatever became of them; also sent to ranks of a ticket from which nothing is read.  Idempotent;
+        may overtake OpenRead.  An error is about the first that was refused; the others have been taken.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -110,10 +110,10 @@ def add_KvPeerServicer_to_server(servicer, server):
                     request_deserializer=kvxfer_dot_v1_dot_peer__pb2.RenewReadRequest.FromString,
                     response_serializer=kvxfer_dot_v1_dot_peer__pb2.RenewReadResponse.SerializeToString,
             ),
-            'CloseRead': grpc.unary_unary_rpc_method_handler(
-                    servicer.CloseRead,
-                    request_deserializer=kvxfer_dot_v1_dot_peer__pb2.CloseReadRequest.FromString,
-                    response_serializer=kvxfer_dot_v1_dot_peer__pb2.CloseReadResponse.SerializeToString,
+            'CloseReads': grpc.unary_unary_rpc_method_handler(
+                    servicer.CloseReads,
+                    request_deserializer=kvxfer_dot_v1_dot_peer__pb2.CloseReadsRequest.FromString,
+                    response_serializer=kvxfer_dot_v1_dot_peer__pb2.CloseReadsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -209,7 +209,7 @@ class KvPeer(object):
             _registered_method=True)
 
     @staticmethod
-    def CloseRead(request,
+    def CloseReads(request,
             target,
             options=(),
             channel_credentials=None,
@@ -222,9 +222,9 @@ class KvPeer(object):
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/kvxfer.v1.KvPeer/CloseRead',
-            kvxfer_dot_v1_dot_peer__pb2.CloseReadRequest.SerializeToString,
-            kvxfer_dot_v1_dot_peer__pb2.CloseReadResponse.FromString,
+            '/kvxfer.v1.KvPeer/CloseReads',
+            kvxfer_dot_v1_dot_peer__pb2.CloseReadsRequest.SerializeToString,
+            kvxfer_dot_v1_dot_peer__pb2.CloseReadsResponse.FromString,
             options,
             channel_credentials,
             insecure,

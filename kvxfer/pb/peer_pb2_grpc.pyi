@@ -47,9 +47,9 @@ class KvPeerStub:
     """
     RenewRead: _grpc.UnaryUnaryMultiCallable[_peer_pb2.RenewReadRequest, _peer_pb2.RenewReadResponse]
     """An open read goes on, and needs more time."""
-    CloseRead: _grpc.UnaryUnaryMultiCallable[_peer_pb2.CloseReadRequest, _peer_pb2.CloseReadResponse]
-    """A READ has ended, whatever became of it; also sent to ranks of a ticket from which nothing is read.  Idempotent;
-    may overtake OpenRead.
+    CloseReads: _grpc.UnaryUnaryMultiCallable[_peer_pb2.CloseReadsRequest, _peer_pb2.CloseReadsResponse]
+    """READs have ended, whatever became of them; also sent to ranks of a ticket from which nothing is read.  Idempotent;
+    may overtake OpenRead.  An error is about the first that was refused; the others have been taken.
     """
 
 @_typing.type_check_only
@@ -67,9 +67,9 @@ class KvPeerAsyncStub(KvPeerStub):
     """
     RenewRead: _aio.UnaryUnaryMultiCallable[_peer_pb2.RenewReadRequest, _peer_pb2.RenewReadResponse]  # type: ignore[assignment]
     """An open read goes on, and needs more time."""
-    CloseRead: _aio.UnaryUnaryMultiCallable[_peer_pb2.CloseReadRequest, _peer_pb2.CloseReadResponse]  # type: ignore[assignment]
-    """A READ has ended, whatever became of it; also sent to ranks of a ticket from which nothing is read.  Idempotent;
-    may overtake OpenRead.
+    CloseReads: _aio.UnaryUnaryMultiCallable[_peer_pb2.CloseReadsRequest, _peer_pb2.CloseReadsResponse]  # type: ignore[assignment]
+    """READs have ended, whatever became of them; also sent to ranks of a ticket from which nothing is read.  Idempotent;
+    may overtake OpenRead.  An error is about the first that was refused; the others have been taken.
     """
 
 class KvPeerServicer(metaclass=_abc_1.ABCMeta):
@@ -104,13 +104,13 @@ class KvPeerServicer(metaclass=_abc_1.ABCMeta):
         """An open read goes on, and needs more time."""
 
     @_abc_1.abstractmethod
-    def CloseRead(
+    def CloseReads(
         self,
-        request: _peer_pb2.CloseReadRequest,
+        request: _peer_pb2.CloseReadsRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_peer_pb2.CloseReadResponse, _abc.Awaitable[_peer_pb2.CloseReadResponse]]:
-        """A READ has ended, whatever became of it; also sent to ranks of a ticket from which nothing is read.  Idempotent;
-        may overtake OpenRead.
+    ) -> _typing.Union[_peer_pb2.CloseReadsResponse, _abc.Awaitable[_peer_pb2.CloseReadsResponse]]:
+        """READs have ended, whatever became of them; also sent to ranks of a ticket from which nothing is read.  Idempotent;
+        may overtake OpenRead.  An error is about the first that was refused; the others have been taken.
         """
 
 def add_KvPeerServicer_to_server(servicer: KvPeerServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

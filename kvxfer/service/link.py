@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Protocol
 
@@ -13,6 +13,7 @@ import structlog
 from kvxfer.core.errors import KvxferError, Reason
 from kvxfer.core.pairing import PairingOptions
 from kvxfer.core.plan import Plan, SourcePlan
+from kvxfer.service.closing import Ends
 from kvxfer.service.transport import Transport
 from kvxfer.wire.peer import CloseRead, ExchangeAnswer, ExchangeQuery, OpenRead, ReadRef
 from kvxfer.wire.requests import Target
@@ -50,8 +51,8 @@ class PeerClient(Protocol):
     async def renew_read(self, ref: ReadRef, wanted: float, timeout: float) -> float:
         """A read goes on; seconds granted from before the call."""
 
-    async def close_read(self, record: CloseRead, timeout: float) -> None:
-        """A read has ended."""
+    async def close_reads(self, records: Sequence[CloseRead], timeout: float) -> None:
+        """Reads of one reader have ended; at most :data:`kvxfer.wire.peer.MAX_ENDS`."""
 
     async def wait_lost(self) -> None:
         """Returns once an established connection breaks."""
@@ -71,12 +72,17 @@ class RemoteRank:
     :param facts: without its memory.
     :param groups: names of its groups.
     :param heard_at: when it has answered last, monotonic seconds.
+    :param ends: tells it of reads that have ended.
     """
 
     client: PeerClient
     facts: ExchangeAnswer
     groups: tuple[str, ...]
     heard_at: float = field(default_factory=time.monotonic)
+    ends: Ends = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.ends = Ends(self.client)
 
     def heard(self) -> None:
         """It has answered."""
@@ -239,6 +245,8 @@ class Link:
         if self._users == 0:
             for watcher in self._watchers:
                 watcher.cancel()
+            for rank in self.ranks:
+                rank.ends.close()
             self._owner.in_background(self._owner.give_back(self))
 
     async def cut(self, why: KvxferError) -> None:

@@ -108,13 +108,20 @@ class PeerService(peer_pb2_grpc.KvPeerServicer):
             registration.readers.open(ref.reader, ref.transfer_id, context.peer())
         return pb.RenewReadResponse(granted=duration(granted))
 
-    async def CloseRead(self, request: pb.CloseReadRequest, context: Context) -> pb.CloseReadResponse:
-        """A read is over."""
-        record = close_from_pb(request)
-        registration = self._of_read(record.ref, closing=True)
-        registration.readers.close_read(record.ref.reader, record.ref.transfer_id)
-        registration.leases.close_read(record)
-        return pb.CloseReadResponse()
+    async def CloseReads(self, request: pb.CloseReadsRequest, context: Context) -> pb.CloseReadsResponse:
+        """Reads are over."""
+        records = close_from_pb(request)
+        registration = self._of_read(records[0].ref, closing=True)
+        refused: list[KvxferError] = []
+        for i, record in enumerate(records):
+            registration.readers.close_read(record.ref.reader, record.ref.transfer_id)
+            try:
+                registration.leases.close_read(record)
+            except KvxferError as error:  # which must not keep the others' blocks
+                refused.append(error.within(f"reads[{i}]"))
+        if refused:
+            raise refused[0]
+        return pb.CloseReadsResponse()
 
     @contextlib.contextmanager
     def _refusals(self, ref: ReadRef) -> Iterator[None]:

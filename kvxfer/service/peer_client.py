@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Sequence
 from typing import Any, TypeVar
 
 import grpc
@@ -163,12 +163,13 @@ class GrpcPeerClient:
 
     async def renew_read(self, ref: ReadRef, wanted: float, timeout: float) -> float:
         """See :meth:`kvxfer.service.link.PeerClient.renew_read`."""
-        call = self._stub.RenewRead(renew_to_pb(ref, wanted), timeout=timeout)
-        return renewed_from_pb(await self._ask(call, "a read was not renewed"))
+        asked = renew_to_pb(ref, wanted)
+        return renewed_from_pb(await self._ask(self._stub.RenewRead(asked, timeout=timeout), "a read was not renewed"))
 
-    async def close_read(self, record: CloseRead, timeout: float) -> None:
-        """See :meth:`kvxfer.service.link.PeerClient.close_read`."""
-        await self._ask(self._stub.CloseRead(close_to_pb(record), timeout=timeout), "the end of a read was not heard")
+    async def close_reads(self, records: Sequence[CloseRead], timeout: float) -> None:
+        """See :meth:`kvxfer.service.link.PeerClient.close_reads`."""
+        asked = close_to_pb(records)
+        await self._ask(self._stub.CloseReads(asked, timeout=timeout), "the end of a read was not heard")
 
     async def wait_lost(self) -> None:
         """See :meth:`kvxfer.service.link.PeerClient.wait_lost`."""

@@ -341,7 +341,7 @@ class Registrations:
                     return
                 ours = (notice.engine_id, notice.incarnation) == (record.engine_id, incarnation)
                 if ours and leases.finished(notice):
-                    # CloseRead comes a little later, and till then polling without pause would be for nothing.
+                    # CloseReads comes a little later, and till then polling without pause would be for nothing.
                     readers.close_read(notice.reader, notice.transfer_id)
 
             name = f"{record.engine_id[:128]}/{record.rank}/{incarnation}"

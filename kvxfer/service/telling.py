@@ -1,4 +1,4 @@
-"""What the sources of a transfer are told of it: OpenRead, the notification of its READ, CloseRead."""
+"""What the sources of a transfer are told of it: OpenRead, the notification of its READ, CloseReads."""
 
 from __future__ import annotations
 
@@ -7,9 +7,6 @@ import time
 from collections.abc import Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Final
 
-import structlog
-
-from kvxfer.core.errors import KvxferError
 from kvxfer.core.transfers import State
 from kvxfer.service.link import Link, LinkSource, RemoteRank
 from kvxfer.service.opening import LATER, Opening, announce, looked_at
@@ -20,13 +17,8 @@ from kvxfer.wire.peer import CloseRead, OpenRead, Outcome, ReadNotice, ReadRef, 
 if TYPE_CHECKING:
     from kvxfer.service.registrations import Registration
 
-log = structlog.get_logger()
-
-#: CloseRead is tried so often, with these pauses between, seconds.
-CLOSE_BACKOFF: Final = (0.1, 0.5, 2.0)
-CLOSE_TIMEOUT: Final = 5.0
-#: CloseRead makes sure of what the NIXL notification says already; the caller's answer goes first, seconds.
-CLOSE_DELAY: Final = 0.002
+#: Nothing is closed before it was answered that it is opened; it is waited for so long, seconds.
+ANSWER_TIMEOUT: Final = 5.0
 
 
 class Telling:
@@ -83,11 +75,9 @@ class Telling:
         :param read: identities of the ranks that were read from; ``None`` where nothing was posted.
         """
         if late := [opening for opening in openings if not opening.done()]:
-            await asyncio.wait(late, timeout=CLOSE_TIMEOUT)
-        if read is not None:
-            await asyncio.sleep(CLOSE_DELAY)
-        records = self._ends(transfer, link, read) if read is not None or openings else ()
-        await asyncio.gather(*(self._close_at(rank, record) for rank, record in records))
+            await asyncio.wait(late, timeout=ANSWER_TIMEOUT)
+        if read is not None or openings:
+            await asyncio.wait({rank.ends.tell(record) for rank, record in self._ends(transfer, link, read)})
 
     def _ends(
         self, transfer: Transfer, link: Link, read: Collection[int] | None
@@ -100,24 +90,6 @@ class Telling:
         for rank in link.ranks:
             told = Outcome.NOT_NEEDED if outcome is Outcome.DONE and id(rank) not in read else outcome
             yield rank, CloseRead(self.ref(transfer, rank), told, again)
-
-    async def _close_at(self, rank: RemoteRank, record: CloseRead) -> None:
-        for pause in (*CLOSE_BACKOFF, None):
-            try:
-                await rank.client.close_read(record, CLOSE_TIMEOUT)
-                return
-            except KvxferError as error:
-                if pause is None or not error.spec.retry:
-                    log.info(
-                        "close not delivered",
-                        engine=self._registration.identity.engine_id,
-                        peer=rank.facts.engine_id,
-                        peer_rank=str(rank.facts.rank),
-                        address=rank.client.address,
-                        error=str(error),
-                    )
-                    return
-                await asyncio.sleep(pause)
 
 
 def told_id(transfer_id: str, number: int) -> str:

@@ -23,7 +23,7 @@ from kvxfer.core import transfers as life
 from kvxfer.core.errors import KvxferError, Reason
 from kvxfer.core.resolve import Request, SourceRead, resolve
 from kvxfer.core.transfers import Event, State
-from kvxfer.service import telling
+from kvxfer.service import closing
 from kvxfer.service.link import Link, LinkSource
 from kvxfer.service.metrics import LINK_BREAKERS
 from kvxfer.service.reading import leave, read_source
@@ -459,7 +459,7 @@ class Transfers:
         """End what :meth:`drain` has left; the transfer engine's end makes sure of the rest."""
         self._closing = True
         if self._tasks:
-            _, late = await asyncio.wait(self._tasks, timeout=sum(telling.CLOSE_BACKOFF))
+            _, late = await asyncio.wait(self._tasks, timeout=sum(closing.BACKOFF))
             for task in late:
                 task.cancel()
             await asyncio.gather(*late, return_exceptions=True)

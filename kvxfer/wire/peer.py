@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Final
@@ -28,12 +29,15 @@ from kvxfer.wire.fields import (
     seconds,
     text,
     token,
+    under,
 )
 from kvxfer.wire.layouts import MEMORY_KINDS, MEMORY_KINDS_OUT, layout_from_pb, layout_to_pb, rank_from_pb, rank_to_pb
 
 #: Longest agent metadata and longest notification that are looked at, bytes.
 MAX_METADATA: Final = 1024 * 1024
 MAX_NOTICE: Final = 4096
+#: Most reads that one call ends.
+MAX_ENDS: Final = 1024
 _MAX_VERSION: Final = 65_535
 
 
@@ -360,28 +364,44 @@ def _granted(message: pb.OpenReadResponse | pb.RenewReadResponse, rpc: str) -> f
         raise _unsound(error, rpc) from None
 
 
-def close_from_pb(message: pb.CloseReadRequest) -> CloseRead:
+def close_from_pb(message: pb.CloseReadsRequest) -> tuple[CloseRead, ...]:
     """:raises KvxferError: FIELD_INVALID."""
-    outcome = choice(message.outcome, _OUTCOMES, "outcome")
-    if message.will_retry and outcome in (Outcome.DONE, Outcome.NOT_NEEDED):
-        raise refuse("will_retry", f"does not go with outcome {outcome.name}", outcome=outcome.name)
-    return CloseRead(_ref(message), outcome, message.will_retry)
+    integer(len(message.reads), "reads", 1, MAX_ENDS)
+    required(message, "rank", "")
+    required(message, "reader", "")
+    engine_id, rank = text(message.engine_id, "engine_id"), rank_from_pb(message.rank, "rank")
+    incarnation = text(message.incarnation, "incarnation", MAX_INCARNATION)
+    reader = _reader(message.reader, "reader")
+    records = []
+    for i, end in enumerate(message.reads):
+        with under(f"reads[{i}]"):
+            outcome = choice(end.outcome, _OUTCOMES, "outcome")
+            if end.will_retry and outcome in (Outcome.DONE, Outcome.NOT_NEEDED):
+                raise refuse("will_retry", f"does not go with outcome {outcome.name}", outcome=outcome.name)
+            ref = ReadRef(engine_id, rank, incarnation, *_request(end), reader, *_transfer(end))
+            records.append(CloseRead(ref, outcome, end.will_retry))
+    return tuple(records)
 
 
-def close_to_pb(record: CloseRead) -> pb.CloseReadRequest:
-    """CloseRead as a request."""
-    ref = record.ref
-    return pb.CloseReadRequest(
-        engine_id=ref.engine_id,
-        rank=rank_to_pb(ref.rank),
-        incarnation=ref.incarnation,
-        request_id=ref.request_id,
-        lease_token=ref.lease_token,
-        reader=_reader_to_pb(ref.reader),
-        readers=ref.readers,
-        transfer_id=ref.transfer_id,
-        outcome=record.outcome.value,
-        will_retry=record.will_retry,
+def close_to_pb(records: Sequence[CloseRead]) -> pb.CloseReadsRequest:
+    """Ends of reads of one reader from one rank as a request."""
+    first = records[0].ref
+    return pb.CloseReadsRequest(
+        engine_id=first.engine_id,
+        rank=rank_to_pb(first.rank),
+        incarnation=first.incarnation,
+        reader=_reader_to_pb(first.reader),
+        reads=[
+            pb.ReadEnd(
+                request_id=record.ref.request_id,
+                lease_token=record.ref.lease_token,
+                readers=record.ref.readers,
+                transfer_id=record.ref.transfer_id,
+                outcome=record.outcome.value,
+                will_retry=record.will_retry,
+            )
+            for record in records
+        ],
     )
 
 
@@ -411,19 +431,25 @@ def notice_to_bytes(notice: ReadNotice) -> bytes:
     ).SerializeToString()
 
 
-def _ref(message: pb.OpenReadRequest | pb.CloseReadRequest | pb.RenewReadRequest) -> ReadRef:
+def _ref(message: pb.OpenReadRequest | pb.RenewReadRequest) -> ReadRef:
     required(message, "rank", "")
     required(message, "reader", "")
     return ReadRef(
-        engine_id=text(message.engine_id, "engine_id"),
-        rank=rank_from_pb(message.rank, "rank"),
-        incarnation=text(message.incarnation, "incarnation", MAX_INCARNATION),
-        request_id=text(message.request_id, "request_id"),
-        lease_token=token(message.lease_token, "lease_token"),
-        reader=_reader(message.reader, "reader"),
-        readers=integer(message.readers, "readers", 1, MAX_RANKS),
-        transfer_id=text(message.transfer_id, "transfer_id"),
+        text(message.engine_id, "engine_id"),
+        rank_from_pb(message.rank, "rank"),
+        text(message.incarnation, "incarnation", MAX_INCARNATION),
+        *_request(message),
+        _reader(message.reader, "reader"),
+        *_transfer(message),
     )
+
+
+def _request(message: pb.OpenReadRequest | pb.RenewReadRequest | pb.ReadEnd) -> tuple[str, bytes]:
+    return text(message.request_id, "request_id"), token(message.lease_token, "lease_token")
+
+
+def _transfer(message: pb.OpenReadRequest | pb.RenewReadRequest | pb.ReadEnd) -> tuple[int, str]:
+    return integer(message.readers, "readers", 1, MAX_RANKS), text(message.transfer_id, "transfer_id")
 
 
 def _reader(message: pb.Reader, where: str) -> Reader:

@@ -123,7 +123,10 @@ def renewing(reading: Reading) -> Message:
 
 
 def closing(reading: Reading) -> Message:
-    return peer_pb2.CloseReadRequest(**open_or_close(reading), outcome=peer_pb2.READ_OUTCOME_DONE)
+    read = open_or_close(reading)
+    whose = {name: read.pop(name) for name in ("engine_id", "rank", "incarnation", "reader")}
+    end = peer_pb2.ReadEnd(**read, outcome=peer_pb2.READ_OUTCOME_DONE)
+    return peer_pb2.CloseReadsRequest(**whose, reads=[end])
 
 
 class Case(NamedTuple):
@@ -186,7 +189,7 @@ CASES = {
     "Exchange": Case("Exchange", exchanging, peer=True),
     "OpenRead": Case("OpenRead", opening, peer=True),
     "RenewRead": Case("RenewRead", renewing, peer=True),
-    "CloseRead": Case("CloseRead", closing, peer=True),
+    "CloseReads": Case("CloseReads", closing, peer=True),
 }
 
 

@@ -665,8 +665,8 @@ async def test_unregistering_while_nobody_hears_of_the_end_of_a_read(
         stuck.set()
         await asyncio.Event().wait()
 
-    monkeypatch.setattr(link.ranks[0].client, "close_read", mute)
-    monkeypatch.setattr("kvxfer.service.telling.CLOSE_BACKOFF", (0.01,))
+    monkeypatch.setattr(link.ranks[0].client, "close_reads", mute)
+    monkeypatch.setattr("kvxfer.service.closing.BACKOFF", (0.01,))
     await reading.stub.ReadBlocks(reads(reading, reading.ticket()))
     await asyncio.wait_for(stuck.wait(), 5)
     await reading.stub.UnregisterCache(pb.UnregisterCacheRequest(engine_id="engine-d"))

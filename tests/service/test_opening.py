@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -84,7 +85,7 @@ async def test_the_end_is_told_after_the_beginning(reading: Reading, monkeypatch
     """What could not be resolved is taken back only once the source has answered: it would be granted after its end."""
     await reading.good()
     source, answer, events = source_of(reading), asyncio.Event(), []
-    really_open, really_close = source.client.open_read, source.client.close_read
+    really_open, really_close = source.client.open_read, source.client.close_reads
 
     async def opening(*args: Any) -> Any:
         await answer.wait()
@@ -92,13 +93,13 @@ async def test_the_end_is_told_after_the_beginning(reading: Reading, monkeypatch
         events.append("granted")
         return granted
 
-    async def closing(record: CloseRead, timeout: float) -> None:
-        if record.outcome is Outcome.FAILED:  # and not that of the first read
-            events.append("closed")
-        await really_close(record, timeout)
+    async def closing(records: Sequence[CloseRead], timeout: float) -> None:
+        # And not that of the first read.
+        events.extend("closed" for record in records if record.outcome is Outcome.FAILED)
+        await really_close(records, timeout)
 
     monkeypatch.setattr(source.client, "open_read", opening)
-    monkeypatch.setattr(source.client, "close_read", closing)
+    monkeypatch.setattr(source.client, "close_reads", closing)
     wrong = reading.request()
     wrong.spec.local_blocks[0].block_ids.pop()
     assert (await refusal(reading.stub.ReadBlocks(wrong))).reason is Reason.RANGE_NOT_COVERED
@@ -142,17 +143,17 @@ async def test_a_source_that_is_silent_meets_the_deadline_of_the_read(
 async def test_a_source_stops_polling_when_the_read_has_ended(
     reading: Reading, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The notification says so before CloseRead does."""
+    """The notification says so before CloseReads does."""
     await reading.good()
     await soon(lambda: open_at_p(reading) == 0)
     source, closing = source_of(reading), asyncio.Event()
-    really_close = source.client.close_read
+    really_close = source.client.close_reads
 
-    async def late(record: CloseRead, timeout: float) -> None:
+    async def late(records: Sequence[CloseRead], timeout: float) -> None:
         await closing.wait()
-        await really_close(record, timeout)
+        await really_close(records, timeout)
 
-    monkeypatch.setattr(source.client, "close_read", late)
+    monkeypatch.setattr(source.client, "close_reads", late)
     registered = reading.p.nodes[0].sidecar.registrations.get("engine-p")
     readers, ticket = registered.readers, reading.ticket()
     reading.fabric.hold()

@@ -10,8 +10,9 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from pathlib import Path
+from typing import Any, NoReturn
 
 import grpc
 import grpc.aio
@@ -27,7 +28,7 @@ from kvxfer.wire.peer import CloseRead, OpenRead, Outcome, Reader, ReadRef
 
 
 class Service(peer_pb2_grpc.KvPeerServicer):
-    """Refuses every read, and never answers a CloseRead."""
+    """Refuses every read, and never answers what is said of one that goes on or has ended."""
 
     def __init__(self) -> None:
         self.asked = asyncio.Event()
@@ -37,7 +38,13 @@ class Service(peer_pb2_grpc.KvPeerServicer):
         await context.abort(grpc.StatusCode.NOT_FOUND, "no such request")
         raise AssertionError
 
-    async def CloseRead(self, request: pb.CloseReadRequest, context: object) -> pb.CloseReadResponse:
+    async def RenewRead(self, request: pb.RenewReadRequest, context: object) -> pb.RenewReadResponse:
+        return await self._never()
+
+    async def CloseReads(self, request: pb.CloseReadsRequest, context: object) -> pb.CloseReadsResponse:
+        return await self._never()
+
+    async def _never(self) -> NoReturn:
         self.asked.set()
         await asyncio.Event().wait()
         raise AssertionError
@@ -91,10 +98,20 @@ async def test_an_error_that_is_kept_does_not_keep_the_connection() -> None:
 
 
 @pytest.mark.usefixtures("no_collector")
-async def test_a_cancelled_task_that_is_kept_does_not_keep_the_connection() -> None:
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda client: client.close_reads([CloseRead(REF, Outcome.FAILED)], 60.0),
+        lambda client: client.renew_read(REF, 1.0, 60.0),
+    ],
+    ids=["CloseReads", "RenewRead"],
+)
+async def test_a_cancelled_task_that_is_kept_does_not_keep_the_connection(
+    call: Callable[[GrpcPeerClient], Coroutine[Any, Any, object]],
+) -> None:
     """A finished task has its exception, that has a traceback, and that the frames of the call."""
     async with connected() as (service, client):
-        task = asyncio.ensure_future(client.close_read(CloseRead(REF, Outcome.FAILED), 60.0))
+        task = asyncio.ensure_future(call(client))
         await service.asked.wait()
         task.cancel()
         await asyncio.wait([task])

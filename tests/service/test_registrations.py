@@ -222,7 +222,7 @@ async def test_a_refused_registration_leaves_nothing(cluster: Cluster) -> None:
 
 
 async def test_readers_polls_are_wanted_only_while_there_are_readers(reading: Reading) -> None:
-    """OpenRead of a stranger costs P something only until CloseRead."""
+    """OpenRead of a stranger costs P something only until CloseReads."""
     node = reading.p.nodes[0]
     (known,) = node.sidecar.registrations
     ticket = reading.ticket()
@@ -241,14 +241,15 @@ async def test_readers_polls_are_wanted_only_while_there_are_readers(reading: Re
         granted = (await node.peer_stub.OpenRead(peer_pb2.OpenReadRequest(**ref))).granted
         assert granted.seconds > 0
         assert known.readers.open_reads == 1
+    whose = {name: ref[name] for name in ("engine_id", "rank", "incarnation", "reader")}
+    read = {name: value for name, value in ref.items() if name not in whose}
+    end = peer_pb2.ReadEnd(**read, outcome=peer_pb2.READ_OUTCOME_DONE)
+    closing = peer_pb2.CloseReadsRequest(**whose, reads=[end])
     for _ in range(2):
-        await node.peer_stub.CloseRead(peer_pb2.CloseReadRequest(**ref, outcome=peer_pb2.READ_OUTCOME_DONE))
+        await node.peer_stub.CloseReads(closing)
         assert known.readers.open_reads == 0
-    ref["incarnation"] = "earlier"
-    for call in (
-        node.peer_stub.OpenRead(peer_pb2.OpenReadRequest(**ref)),
-        node.peer_stub.CloseRead(peer_pb2.CloseReadRequest(**ref, outcome=peer_pb2.READ_OUTCOME_DONE)),
-    ):
+    ref["incarnation"] = closing.incarnation = "earlier"
+    for call in (node.peer_stub.OpenRead(peer_pb2.OpenReadRequest(**ref)), node.peer_stub.CloseReads(closing)):
         error = await refusal(call)
         assert (error.reason, error.field) == (Reason.STALE_INCARNATION, "incarnation")
     await reading.good()

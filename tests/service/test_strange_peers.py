@@ -34,7 +34,8 @@ class FakePeer(peer_pb2_grpc.KvPeerServicer):
         self.answer: peer_pb2.ExchangeResponse | None = None
         self.silent = False
         self.refuse_reads = False
-        self.closed: list[peer_pb2.CloseReadRequest] = []
+        self.closed: list[peer_pb2.ReadEnd] = []
+        self.readers: list[str] = []
 
     async def Exchange(self, request: peer_pb2.ExchangeRequest, context: Any) -> peer_pb2.ExchangeResponse:
         if self.silent:
@@ -51,9 +52,10 @@ class FakePeer(peer_pb2_grpc.KvPeerServicer):
         answer: peer_pb2.OpenReadResponse = await self._real.OpenRead(request)
         return answer
 
-    async def CloseRead(self, request: peer_pb2.CloseReadRequest, context: Any) -> peer_pb2.CloseReadResponse:
-        self.closed.append(request)
-        answer: peer_pb2.CloseReadResponse = await self._real.CloseRead(request)
+    async def CloseReads(self, request: peer_pb2.CloseReadsRequest, context: Any) -> peer_pb2.CloseReadsResponse:
+        self.closed.extend(request.reads)
+        self.readers.append(request.reader.engine_id)
+        answer: peer_pb2.CloseReadsResponse = await self._real.CloseReads(request)
         return answer
 
 
@@ -234,7 +236,7 @@ async def test_a_read_that_the_peer_does_not_confirm_does_not_count(reading: Rea
     assert (await reading.stub.ReadBlocks(request)).transfer.state == pb.TRANSFER_STATE_DONE
     await soon(lambda: len(fake.closed) == 2)
     assert fake.closed[1].outcome == peer_pb2.READ_OUTCOME_DONE
-    assert fake.closed[1].reader.engine_id == "engine-d"
+    assert set(fake.readers) == {"engine-d"}
 
 
 async def test_protocol_versions_that_do_not_meet(reading: Reading) -> None:

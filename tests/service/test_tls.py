@@ -276,7 +276,7 @@ async def gets_in(address: str, identity: Identity | None) -> bool:
     client = GrpcPeerClient(address, 1 << 20, identity.credentials if identity else None)
     stub: Any = client._stub
     try:
-        await stub.CloseRead(peer_pb2.CloseReadRequest(), timeout=10)
+        await stub.CloseReads(peer_pb2.CloseReadsRequest(), timeout=10)
     except grpc.aio.AioRpcError as error:
         assert error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.INVALID_ARGUMENT)
         return error.code() is grpc.StatusCode.INVALID_ARGUMENT

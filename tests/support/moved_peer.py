@@ -27,8 +27,8 @@ OLD, NEW = "127.0.0.2", "127.0.0.3"
 
 
 class Service(peer_pb2_grpc.KvPeerServicer):
-    async def CloseRead(self, request: pb.CloseReadRequest, context: object) -> pb.CloseReadResponse:
-        return pb.CloseReadResponse()
+    async def CloseReads(self, request: pb.CloseReadsRequest, context: object) -> pb.CloseReadsResponse:
+        return pb.CloseReadsResponse()
 
 
 def named(address: str) -> None:
@@ -47,7 +47,7 @@ async def main(how: str) -> None:
     named(OLD)
     first, port = await serve(OLD)
     client = GrpcPeerClient(f"peer.test:{port}", 1 << 20)
-    await client.close_read(CLOSE, 10)
+    await client.close_reads([CLOSE], 10)
     if how == "drop":  # the node is gone: not even a refusal comes back
         dropping = await asyncio.create_subprocess_exec("iptables", "-A", "INPUT", "-d", OLD, "-j", "DROP")
         assert await dropping.wait() == 0
@@ -58,7 +58,7 @@ async def main(how: str) -> None:
     begin = time.monotonic()
     while True:
         try:
-            await client.close_read(CLOSE, 2)
+            await client.close_reads([CLOSE], 2)
             break
         except KvxferError:
             await asyncio.sleep(0.05)

@@ -49,7 +49,7 @@ CONVERTERS: dict[str, tuple[type[Message], Callable[[Any], object]]] = {
     "exchange": (peer_pb2.ExchangeRequest, exchange_from_pb),
     "answer": (peer_pb2.ExchangeResponse, answer_from_pb),
     "open": (peer_pb2.OpenReadRequest, open_from_pb),
-    "close": (peer_pb2.CloseReadRequest, close_from_pb),
+    "close": (peer_pb2.CloseReadsRequest, close_from_pb),
 }
 
 sound = st.one_of(
@@ -68,7 +68,7 @@ sound = st.one_of(
             ("exchange", exchange_to_pb(QUERY)),
             ("answer", answer_to_pb(ANSWER)),
             ("open", open_to_pb(OPEN)),
-            ("close", close_to_pb(CLOSE)),
+            ("close", close_to_pb([CLOSE])),
         ]
     ),
     st.tuples(st.just("rank"), layouts.map(lambda _: layout_pb2.Rank(tp_size=2, pp_size=1, tp_rank=1))),

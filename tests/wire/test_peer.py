@@ -11,6 +11,7 @@ from kvxfer.core.layout import MAX_BYTES, MemoryKind, Rank
 from kvxfer.pb import peer_pb2 as pb
 from kvxfer.wire.fields import duration
 from kvxfer.wire.peer import (
+    MAX_ENDS,
     MAX_METADATA,
     MAX_NOTICE,
     CloseRead,
@@ -113,9 +114,9 @@ def test_renew_round_trip() -> None:
 
 @pytest.mark.parametrize("outcome", Outcome)
 def test_close_round_trip(outcome: Outcome) -> None:
-    record = CloseRead(REF, outcome)
-    assert close_from_pb(pb.CloseReadRequest.FromString(close_to_pb(record).SerializeToString())) == record
-    assert close_from_pb(close_to_pb(CLOSE)) == CLOSE
+    other = replace(REF, request_id="cmpl-43", lease_token=bytes(16), readers=1, transfer_id="t-2")
+    records = (CloseRead(REF, outcome), CLOSE, CloseRead(other, outcome))
+    assert close_from_pb(pb.CloseReadsRequest.FromString(close_to_pb(records).SerializeToString())) == records
 
 
 def test_notice_round_trip() -> None:
@@ -207,10 +208,25 @@ def test_unsound_answer_is_the_peers_fault(change: Callable[[Any], object], fiel
         (lambda m: m.ClearField("transfer_id"), "transfer_id"),
     ],
 )
-def test_open_and_close_refuse(change: Callable[[Any], object], field: str) -> None:
+def test_open_renew_and_close_refuse(change: Callable[[Any], object], field: str) -> None:
     assert refused(open_from_pb, changed(open_to_pb(OPEN), change)).field == field
-    assert refused(close_from_pb, changed(close_to_pb(CLOSE), change)).field == field
     assert refused(renew_from_pb, changed(renew_to_pb(REF, 1.0), change)).field == field
+    closing = close_to_pb([CLOSE, CLOSE])
+    if field in ("engine_id", "rank", "incarnation", "reader"):
+        change(closing)
+    else:
+        change(closing.reads[1])
+        field = f"reads[1].{field}"
+    assert refused(close_from_pb, closing).field == field
+
+
+def test_close_refuses_none_and_too_many() -> None:
+    assert len(close_from_pb(close_to_pb([CLOSE] * MAX_ENDS))) == MAX_ENDS
+    for count in (0, MAX_ENDS + 1):
+        message = close_to_pb([CLOSE])
+        message.reads.extend([message.reads[0]] * count)
+        del message.reads[0]
+        assert refused(close_from_pb, message).field == "reads"
 
 
 def changed(message: Any, change: Callable[[Any], object]) -> Any:
@@ -237,14 +253,15 @@ def test_open_refuses(change: Callable[[Any], object], field: str) -> None:
 
 @pytest.mark.parametrize("outcome", [0, 9])
 def test_close_refuses_outcomes_that_are_not_known(outcome: int) -> None:
-    message = close_to_pb(CLOSE)
-    message.outcome = outcome  # type: ignore[assignment]
-    assert refused(close_from_pb, message).field == "outcome"
+    message = close_to_pb([CLOSE])
+    message.reads[0].outcome = outcome  # type: ignore[assignment]
+    assert refused(close_from_pb, message).field == "reads[0].outcome"
 
 
 @pytest.mark.parametrize("outcome", [Outcome.DONE, Outcome.NOT_NEEDED])
 def test_close_refuses_to_retry_what_is_done(outcome: Outcome) -> None:
-    assert refused(close_from_pb, close_to_pb(CloseRead(REF, outcome, will_retry=True))).field == "will_retry"
+    message = close_to_pb([CloseRead(REF, outcome, will_retry=True)])
+    assert refused(close_from_pb, message).field == "reads[0].will_retry"
 
 
 @pytest.mark.parametrize("raw", [b"", b"\xff", bytes(MAX_NOTICE + 1), b"0123456789"])

@@ -36,7 +36,7 @@ RPCS = {
         "WatchLeases",
         "GetStatus",
     ],
-    "KvPeer": ["Exchange", "OpenRead", "RenewRead", "CloseRead"],
+    "KvPeer": ["Exchange", "OpenRead", "RenewRead", "CloseReads"],
 }
 ROW = re.compile(r"\| (?P<condition>[^|]+) \| (?P<code>[A-Z_]+) \| (?P<reason>[A-Z_]+) \| (?P<action>[^|]+) \|")
 
@@ -133,7 +133,7 @@ def test_secrets_are_marked() -> None:
         "WithdrawBlocksRequest.lease_token",
         "OpenReadRequest.lease_token",
         "RenewReadRequest.lease_token",
-        "CloseReadRequest.lease_token",
+        "ReadEnd.lease_token",
         "ReadNotice.lease_token",
         "ExchangeResponse.agent_metadata",
     }

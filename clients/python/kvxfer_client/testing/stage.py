@@ -264,7 +264,7 @@ class Stage:
             try:
                 yield
             finally:
-                peer.CloseRead(close_to_pb(CloseRead(ref, Outcome.DONE)), timeout=PATIENCE)
+                peer.CloseReads(close_to_pb([CloseRead(ref, Outcome.DONE)]), timeout=PATIENCE)
 
     # -- the end ---------------------------------------------------------------------------------------------------
 
