@@ -126,7 +126,8 @@ async def test_one_that_is_refused_does_not_keep_the_others(reading: Reading) ->
     reads = []
     for name in ("request-a", "request-b", "request-c"):
         ticket = reading.ticket(name)
-        read: dict[str, Any] = {"request_id": name, "lease_token": ticket.lease_token, "readers": 1, "transfer_id": name}
+        read: dict[str, Any] = {"request_id": name, "lease_token": ticket.lease_token}
+        read |= {"readers": 1, "transfer_id": name}
         await node.peer_stub.OpenRead(peer_pb2.OpenReadRequest(**whose, **read))
         reads.append(peer_pb2.ReadEnd(**read, outcome=peer_pb2.READ_OUTCOME_DONE))
     assert known.readers.open_reads == len(known.leases) == 3
