@@ -1,7 +1,7 @@
 """What it costs to know that a read counts: ReadBlocks with and without the check, in turn.
 
-Two D sidecars read the same blocks of one P.  The one is as it is.  The other asks just the same, so that P polls, but
-waits for no answer and believes in what it finds: it is what kvxfer would be without leases.
+Two D sidecars read the same blocks, each of a P of its own.  The one is as it is.  The other asks just the same, so that
+P polls, but waits for no answer and believes in what it finds: it is what kvxfer would be without leases.
 
     python -m benchmarks.validation --mib 64
     UCX_TLS=tcp python -m benchmarks.validation --mib 64
@@ -19,7 +19,7 @@ from typing import Any
 
 from benchmarks.caches import Case, Memory, Order, largest, memory
 from benchmarks.results import Spread, in_turn
-from benchmarks.sidecars import Pair, Sidecar
+from benchmarks.sidecars import Pair, Sidecar, phases
 
 #: A sidecar that does not wait for grants.
 UNCHECKED = """
@@ -45,23 +45,28 @@ def run(case: Case, rounds: int) -> dict[str, Any]:
     mains = {"checked": ("-m", "kvxfer"), "unchecked": ("-c", UNCHECKED)}
     with contextlib.ExitStack() as stack:
         place = stack.enter_context(memory(largest([case])))
-        p = stack.enter_context(Sidecar(place.directory, "p"))
-        readers = {n: stack.enter_context(Sidecar(place.directory, n, main=main)) for n, main in mains.items()}
-        pairs = {name: Pair(p, d, case, place, name) for name, d in readers.items()}
-        seen = in_turn({name: _checked(pair, place) for name, pair in pairs.items()}, rounds)
+        pairs = {}
+        for name, main in mains.items():
+            p = stack.enter_context(Sidecar(place.directory, f"p-{name}"))
+            d = stack.enter_context(Sidecar(place.directory, name, main=main))
+            pairs[name] = Pair(p, d, case, place, name)
+        waited: dict[str, list[float]] = {name: [] for name in pairs}
+        seen = in_turn({name: _checked(pair, place, waited[name]) for name, pair in pairs.items()}, rounds)
     return {
         "bytes": case.bytes,
         "order": case.order,
         "transport": os.environ.get("UCX_TLS", "default"),
         "rounds": rounds,
         **{f"{name}_ms": round(statistics.median(seconds) * 1e3, 3) for name, seconds in seen.items()},
+        **{f"{name}_grant_ms": round(statistics.median(seconds) * 1e3, 3) for name, seconds in waited.items()},
         "ratio": Spread.ratio(seen["checked"], seen["unchecked"]).rounded(),
     }
 
 
-def _checked(pair: Pair, place: Memory) -> Callable[[], float]:
+def _checked(pair: Pair, place: Memory, waited: list[float]) -> Callable[[], float]:
     def once() -> float:
-        seconds, _ = pair.read()
+        seconds, transfer = pair.read()
+        waited.append(phases(transfer)["open"])
         place.check(pair.case)
         return seconds
 

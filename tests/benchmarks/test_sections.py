@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks import models, resolving
+from benchmarks import models, resolving, validation
+from benchmarks.caches import Case
 from benchmarks.prompts import SHAPES, Prompt
 from benchmarks.results import Effort, Section
 from kvxfer.core.layout import AxisKind
@@ -68,3 +69,9 @@ def test_a_byte_that_is_wrong_is_noticed(monkeypatch: pytest.MonkeyPatch) -> Non
             where = "wrong bytes" if what in ("of a state", "of the last token") else "nobody"
             with pytest.raises(RuntimeError, match=where):
                 models.read(Section(), models.MODELS[0], 2, directory, p, d)
+
+
+def test_a_sidecar_that_believes_waits_for_no_grant() -> None:
+    """What the cost of leases is measured against must be without them."""
+    found = validation.run(Case(4_096, 4, 2, "scrambled"), 5)
+    assert found["unchecked_grant_ms"] < found["checked_grant_ms"] / 2
