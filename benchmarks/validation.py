@@ -1,7 +1,7 @@
 """What it costs to know that a read counts: ReadBlocks with and without the check, in turn.
 
-Two D sidecars read the same blocks, each of a P of its own.  The one is as it is.  The other asks just the same, so that
-P polls, but waits for no answer and believes in what it finds: it is what kvxfer would be without leases.
+Two D sidecars read the same blocks, each of a P of its own.  The one is as it is.  The other asks just the same, so
+that P polls, but waits for no answer and believes in what it finds: it is what kvxfer would be without leases.
 
     python -m benchmarks.validation --mib 64
     UCX_TLS=tcp python -m benchmarks.validation --mib 64
