@@ -26,6 +26,8 @@ MAX_TOKENS: Final = 2**40
 DESCRIPTOR_LIMIT: Final = 8_388_608
 
 _POOL_SHIFT: Final = 32
+#: So many block IDs are looked through, or sorted, the plain way: what is faster for many takes several steps.
+_FEW: Final = 256
 
 
 @dataclass(frozen=True)
@@ -209,7 +211,8 @@ def _integers(where: str, values: ArrayLike) -> Int64:
             f"{where} must be a list of integers; it is an array of {array.dtype} with {array.ndim} dimensions",
             field=where,
         )
-    low, high = (int(array.min()), int(array.max())) if array.size else (0, 0)
+    # The method of an array is a detour by way of Python.
+    low, high = (int(np.minimum.reduce(array)), int(np.maximum.reduce(array))) if array.size else (0, 0)
     if high > MAX_TOKENS or low < NULL_BLOCK:
         bad = high if high > MAX_TOKENS else low
         raise KvxferError(
@@ -230,17 +233,19 @@ def _check_ids(side: _Side, layout: CacheLayout) -> None:
             continue  # another P rank's group
         real = ids[ids != NULL_BLOCK]
         most = layout.groups[index].num_blocks
-        if real.size and int(real.max()) >= most:
+        if real.size and (last := int(np.maximum.reduce(real))) >= most:
             raise side.error(
                 Reason.BLOCK_OUT_OF_RANGE,
                 name,
-                f"block {int(real.max())} does not exist; allowed are 0 to {most - 1}",
-                block=int(real.max()),
+                f"block {last} does not exist; allowed are 0 to {most - 1}",
+                block=last,
                 maximum=most - 1,
             )
         by_pool.setdefault(layout.pools[index], []).append((name, real))
     for members in by_pool.values():
         together = np.concatenate([ids for _, ids in members])
+        if together.size <= _FEW and len(set(together.tolist())) == together.size:
+            continue
         together = together[_order(together)]
         twice = together[1:][together[1:] == together[:-1]]
         if twice.size:
@@ -274,13 +279,28 @@ class _Budget:
             )
 
 
+#: Kernel blocks and parts where every unit is a whole block.
+_WHOLE: Final[Int64] = np.zeros(1, dtype=np.int64)
+_WHOLE.setflags(write=False)
+
+
 @dataclass(frozen=True)
 class _Units:
-    """Where units of a tier lie on one side: block ID, kernel block and part; int64 arrays of one length."""
+    """Where units of a tier lie on one side.
+
+    :param blocks: their IDs.
+    :param kernels: kernel block and part of each; one 0 where every unit is a whole block.
+    """
 
     blocks: Int64
     kernels: Int64
     parts: Int64
+
+    def taken(self, order: NDArray[np.intp]) -> _Units:
+        """The units in another order."""
+        if self.kernels is _WHOLE:
+            return _Units(self.blocks[order], _WHOLE, _WHOLE)
+        return _Units(self.blocks[order], self.kernels[order], self.parts[order])
 
 
 @dataclass(frozen=True)
@@ -339,11 +359,11 @@ class _End:
     def locate(self, addressing: Addressing, unit: int, tokens: Int64) -> _Units:
         """Block, kernel block and part at each token position."""
         # Not divmod, which is several times slower than both of its halves.
+        size = self.group.block_tokens
         past = tokens - self.blocks.first_position
-        at = past // self.group.block_tokens
-        within = past - at * self.group.block_tokens
+        at = past // size
         found = self.ids[at]
-        if (found == NULL_BLOCK).any():
+        if int(np.minimum.reduce(found)) == NULL_BLOCK:
             where = int(np.argmax(found == NULL_BLOCK))
             raise self.error(
                 Reason.NULL_BLOCK,
@@ -351,6 +371,9 @@ class _End:
                 index=int(at[where]),
                 token=int(tokens[where]),
             )
+        if unit == addressing.kernel_tokens == size:
+            return _Units(found, _WHOLE, _WHOLE)
+        within = past - at * size
         kernel = within // addressing.kernel_tokens
         return _Units(found, kernel, (within - kernel * addressing.kernel_tokens) // unit)
 
@@ -376,8 +399,7 @@ class _End:
                 num_tokens=num_tokens,
                 held=held,
             )
-        none = np.zeros(1, dtype=np.int64)
-        return _Units(self.ids[found], none, none)
+        return _Units(self.ids[found], _WHOLE, _WHOLE)
 
 
 @dataclass(frozen=True)
@@ -404,7 +426,7 @@ class _SectionRead:
             # that what is contiguous on both sides stays so.
             # The units of a block are in order already.
             order = _order(here.blocks)
-            yield _Piece(self.section, tier, _taken(here, order), _taken(there, order))
+            yield _Piece(self.section, tier, here.taken(order), there.taken(order))
 
     def range(self, skip: int, end: int) -> tuple[int, int]:
         """The group's own range, checked against the granule and against what both sides' blocks hold."""
@@ -444,6 +466,8 @@ class _SectionRead:
 
 def _order(blocks: Int64) -> NDArray[np.intp]:
     """What sorts existing block IDs, stably; 16 bits at a time, which NumPy sorts by radix instead of comparing."""
+    if blocks.size <= _FEW:
+        return blocks.argsort(kind="stable")
     order = np.argsort(blocks.astype(np.uint16), kind="stable")
     high = (blocks >> 16).astype(np.uint16)
     return order[np.argsort(high[order], kind="stable")] if high.any() else order
@@ -457,10 +481,6 @@ def _distinct(runs: Int64) -> Int64:
     return values[first]
 
 
-def _taken(units: _Units, order: NDArray[np.intp]) -> _Units:
-    return _Units(units.blocks[order], units.kernels[order], units.parts[order])
-
-
 # -- descriptor numbers ----------------------------------------------------------------------------------------------
 
 
@@ -471,11 +491,10 @@ def _number(addressing: Addressing, units: _Units, numbers: NDArray[np.int32]) -
     """
     # Where all runs step alike, as those of equal layers do, the steps are worked out once and not for every run.
     runs = slice(0, 1) if addressing.alike else slice(None)
-    steps = (
-        addressing.per_block[runs, None] * units.blocks
-        + addressing.per_kernel[runs, None] * units.kernels
-        + addressing.per_part[runs, None] * units.parts
-    )
+    steps = addressing.per_block[runs, None] * units.blocks
+    if units.kernels is not _WHOLE:
+        steps += addressing.per_kernel[runs, None] * units.kernels
+        steps += addressing.per_part[runs, None] * units.parts
     start = addressing.start.astype(np.int32)
     np.add(start[:, None], steps.astype(np.int32), out=numbers.reshape(len(start), -1))
 

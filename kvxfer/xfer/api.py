@@ -24,6 +24,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import cached_property
 from types import TracebackType
 from typing import Final, Protocol
 
@@ -98,7 +99,7 @@ class Peer:
     warm_seconds: float | None = None
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Rows:
     """A prepared descriptor list.  Descriptor ``i`` of row ``r`` has the number ``starts[r] + i``.
 
@@ -114,10 +115,16 @@ class Rows:
     rows: RowArray
     starts: npt.NDArray[np.int64]
 
-    @property
+    @cached_property
     def total(self) -> int:
         """Number of descriptors."""
         return int(self.starts[-1])
+
+    @cached_property
+    def length(self) -> int | None:
+        """Bytes of a descriptor, where all have the same."""
+        lengths = self.rows[:, 1]
+        return int(lengths[0]) if bool((lengths == lengths[0]).all()) else None
 
 
 class ReadState(str, Enum):

@@ -160,7 +160,7 @@ def _check_indices(indices: Indices, total: int, field: str) -> None:
         raise _invalid("descriptor numbers must be a one-dimensional int32 array", field)
     if indices.size == 0:
         raise _invalid("a read must have at least one descriptor", field)
-    low, high = int(indices.min()), int(indices.max())
+    low, high = int(np.minimum.reduce(indices)), int(np.maximum.reduce(indices))
     if low < 0 or high >= total:
         raise KvxferError(
             Reason.BLOCK_OUT_OF_RANGE,
@@ -206,8 +206,7 @@ def check_read(local: Rows, local_indices: Indices, remote: Rows, remote_indices
 
 def lengths_of(rows: Rows, indices: Indices) -> int | npt.NDArray[np.uint64]:
     """The length of each descriptor named: one number where all rows have the same (nothing to look up then)."""
-    column = rows.rows[:, 1]
-    if bool((column == column[0]).all()):
-        return int(column[0])
-    lengths: npt.NDArray[np.uint64] = column[np.searchsorted(rows.starts, indices, side="right") - 1]
+    if rows.length is not None:
+        return rows.length
+    lengths: npt.NDArray[np.uint64] = rows.rows[:, 1][np.searchsorted(rows.starts, indices, side="right") - 1]
     return lengths
