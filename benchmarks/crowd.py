@@ -14,7 +14,7 @@ from itertools import cycle
 from benchmarks.caches import Case, memory
 from benchmarks.reads import GIB, KIB, MIB, size_of
 from benchmarks.results import Effort, Line, Section, Spread
-from benchmarks.sidecars import Pair, Sidecar
+from benchmarks.sidecars import Pair, both
 from kvxfer.cli.bench.case import GROUP
 from kvxfer.core.resolve import BlockList
 from kvxfer.pb import transfer_pb2 as pb
@@ -37,7 +37,7 @@ def run(effort: Effort) -> Section:
     """Measure on the transport that UCX is set to."""
     section = Section()
     total, large = (GIB // 2, GIB) if effort.share >= 1 else (GIB // 8, GIB // 4)
-    with memory(large + 64 * MIB) as place, Sidecar(place.directory, "p") as p, Sidecar(place.directory, "d") as d:
+    with memory(large + 64 * MIB) as place, both(place.directory) as (p, d):
         # Every block is used, in blocks of one layer for the small reads and in 16 for the others.
         _crowds(section, Pair(p, d, Case(BLOCK, total // BLOCK // LAYERS, LAYERS, spare=1), place), effort)
         _beside(section, Pair(p, d, Case(BLOCK, large // BLOCK + 64, 1, spare=1), place, "wide"), effort)

@@ -16,7 +16,7 @@ import numpy as np
 
 from benchmarks.caches import Case, Memory, largest, memory
 from benchmarks.results import Effort, Line, Section
-from benchmarks.sidecars import Pair, Sidecar
+from benchmarks.sidecars import Pair, Sidecar, both
 from kvxfer.cli.bench.case import GROUP, TOKENS
 from kvxfer.core.resolve import BlockList
 from kvxfer.pb import transfer_pb2 as pb
@@ -30,7 +30,7 @@ TITLE = "Idle, and after 100,000 reads"
 IDLE = 0.01
 #: A hundred thousand reads leave less than so much more memory than the first ten thousand of them.
 GROWTH = 0.01
-PEERS, READS, WINDOW = 50, 100_000, 20.0
+PEERS, READS, WINDOW = 50, 100_000, 15.0
 #: One in so many reads belongs to the warm-up; what is held is looked at as often.
 STEPS = 10
 #: Reads under way at once, each in blocks of its own.
@@ -65,8 +65,8 @@ def _like(place: Memory, name: str) -> Memory:
 
 @contextlib.contextmanager
 def _sidecars(place: Memory) -> Iterator[dict[str, Sidecar]]:
-    with contextlib.ExitStack() as stack:
-        yield {side: stack.enter_context(Sidecar(place.directory, side.lower(), _SETTINGS)) for side in "PD"}
+    with both(place.directory, _SETTINGS) as (p, d):
+        yield {"P": p, "D": d}
 
 
 # -- handshakes -------------------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ import numpy.typing as npt
 from benchmarks.least import least
 from benchmarks.prompts import lists_of
 from benchmarks.results import Effort, Line, Section
-from benchmarks.sidecars import Sidecar, phases, publish, read_request, register, timed_read
+from benchmarks.sidecars import Sidecar, both, phases, publish, read_request, register, timed_read
 from kvxfer.cli.demo.truth import Bytes, Part, noise, parts
 from kvxfer.core.layout import GroupKind
 from kvxfer.memory.handles import FileHandle
@@ -91,10 +91,8 @@ def promises(rows: Mapping[str, Sequence[Row]]) -> Iterator[Line]:
 def sidecars() -> Iterator[tuple[Path, Sidecar, Sidecar]]:
     """P's and D's, and a directory for memory that they may use."""
     shared = "/dev/shm" if Path("/dev/shm").is_dir() else None
-    with tempfile.TemporaryDirectory(prefix="kvxfer-bench-", dir=shared) as name, contextlib.ExitStack() as stack:
-        directory = Path(name)
-        p, d = (stack.enter_context(Sidecar(directory, side)) for side in "pd")
-        yield directory, p, d
+    with tempfile.TemporaryDirectory(prefix="kvxfer-bench-", dir=shared) as name, both(Path(name)) as (p, d):
+        yield Path(name), p, d
 
 
 # -- plans -----------------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from benchmarks.caches import Case, Memory, largest, memory
 from benchmarks.mooncake import MOST_LANES, Mooncake
 from benchmarks.reads import BLOCK, BLOCKS, MIB, SIZE, size_of
 from benchmarks.results import Effort, Line, Section, Spread, in_turn
-from benchmarks.sidecars import Pair, Sidecar
+from benchmarks.sidecars import Pair, both
 from benchmarks.stream import Stream
 
 TITLE = "ReadBlocks, Mooncake's transfer engine, a gRPC byte stream"
@@ -41,7 +41,7 @@ def run(effort: Effort) -> Section:
             for name, lanes in (("mooncake", 0), ("mooncake_lanes", MOST_LANES))
         }
         stream = stack.enter_context(Stream(place))
-        p, d = (stack.enter_context(Sidecar(place.directory, side)) for side in "pd")
+        p, d = stack.enter_context(both(place.directory))
         for case in chosen:
             _measure(section, case, place, Pair(p, d, case, place), engines, stream, effort)
     return section

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from benchmarks.caches import Case, Memory, Order, largest, memory
 from benchmarks.raw import Raw, Sample
 from benchmarks.results import Effort, Line, Section, Spread, in_turn
-from benchmarks.sidecars import Pair, Sidecar, phases
+from benchmarks.sidecars import Pair, Sidecar, both, phases
 
 TITLE = "ReadBlocks against a raw NIXL READ"
 KIB, MIB, GIB = 2**10, 2**20, 2**30
@@ -41,7 +41,7 @@ def run(effort: Effort) -> Section:
         chosen = [c for c in chosen if c.bytes <= 64 * MIB]
     with contextlib.ExitStack() as stack:
         place = stack.enter_context(memory(largest(chosen)))
-        p, d = (stack.enter_context(Sidecar(place.directory, side)) for side in "pd")
+        p, d = stack.enter_context(both(place.directory))
         raw = stack.enter_context(Raw(place))
         for case in chosen:
             _measure(section, case, place, p, d, raw, effort)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import os
 import secrets
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -91,6 +92,16 @@ class Sidecar:
         """Bytes that only it has resident: not the shared caches."""
         lines = dict(line.split(":", 1) for line in Path(f"/proc/{self.pid}/status").read_text().splitlines())
         return int(lines["RssAnon"].split()[0]) * 1024
+
+
+@contextlib.contextmanager
+def both(directory: Path, more: Sequence[str] = ()) -> Iterator[tuple[Sidecar, Sidecar]]:
+    """P's and D's, which start at the same time."""
+    with contextlib.ExitStack() as stack:
+        p, d = (Sidecar(directory, side, more) for side in "pd")
+        for one in (p, d):
+            stack.callback(one.close)
+        yield p.__enter__(), d.__enter__()
 
 
 def register(
