@@ -98,10 +98,12 @@ class Sidecar:
 def both(directory: Path, more: Sequence[str] = ()) -> Iterator[tuple[Sidecar, Sidecar]]:
     """P's and D's, which start at the same time."""
     with contextlib.ExitStack() as stack:
-        p, d = (Sidecar(directory, side, more) for side in "pd")
-        for one in (p, d):
+        started = []
+        for side in "pd":
+            started.append(one := Sidecar(directory, side, more))
             stack.callback(one.close)
-        yield p.__enter__(), d.__enter__()
+        p, d = (one.__enter__() for one in started)
+        yield p, d
 
 
 def register(

@@ -465,7 +465,7 @@ class _SectionRead:
 
 
 def _order(blocks: Int64) -> NDArray[np.intp]:
-    """What sorts existing block IDs, stably; 16 bits at a time, which NumPy sorts by radix instead of comparing."""
+    """What sorts existing block IDs, stably; many of them 16 bits at a time, which NumPy sorts by radix."""
     if blocks.size <= _FEW:
         return blocks.argsort(kind="stable")
     order = np.argsort(blocks.astype(np.uint16), kind="stable")

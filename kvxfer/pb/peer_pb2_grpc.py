@@ -86,7 +86,8 @@ class KvPeerServicer(object):
 
     def CloseReads(self, request, context):
         """READs have ended, whatever became of them; also sent to ranks of a ticket from which nothing is read.  Idempotent;
-        may overtake OpenRead.  An error is about the first that was refused; the others have been taken.
+        may overtake OpenRead.  A request that is malformed is refused as a whole; where an end is refused (its token, its
+        readers), the error is about the first of these, and all others have been taken.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -49,7 +49,8 @@ class KvPeerStub:
     """An open read goes on, and needs more time."""
     CloseReads: _grpc.UnaryUnaryMultiCallable[_peer_pb2.CloseReadsRequest, _peer_pb2.CloseReadsResponse]
     """READs have ended, whatever became of them; also sent to ranks of a ticket from which nothing is read.  Idempotent;
-    may overtake OpenRead.  An error is about the first that was refused; the others have been taken.
+    may overtake OpenRead.  A request that is malformed is refused as a whole; where an end is refused (its token, its
+    readers), the error is about the first of these, and all others have been taken.
     """
 
 @_typing.type_check_only
@@ -69,7 +70,8 @@ class KvPeerAsyncStub(KvPeerStub):
     """An open read goes on, and needs more time."""
     CloseReads: _aio.UnaryUnaryMultiCallable[_peer_pb2.CloseReadsRequest, _peer_pb2.CloseReadsResponse]  # type: ignore[assignment]
     """READs have ended, whatever became of them; also sent to ranks of a ticket from which nothing is read.  Idempotent;
-    may overtake OpenRead.  An error is about the first that was refused; the others have been taken.
+    may overtake OpenRead.  A request that is malformed is refused as a whole; where an end is refused (its token, its
+    readers), the error is about the first of these, and all others have been taken.
     """
 
 class KvPeerServicer(metaclass=_abc_1.ABCMeta):
@@ -110,7 +112,8 @@ class KvPeerServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_peer_pb2.CloseReadsResponse, _abc.Awaitable[_peer_pb2.CloseReadsResponse]]:
         """READs have ended, whatever became of them; also sent to ranks of a ticket from which nothing is read.  Idempotent;
-        may overtake OpenRead.  An error is about the first that was refused; the others have been taken.
+        may overtake OpenRead.  A request that is malformed is refused as a whole; where an end is refused (its token, its
+        readers), the error is about the first of these, and all others have been taken.
         """
 
 def add_KvPeerServicer_to_server(servicer: KvPeerServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

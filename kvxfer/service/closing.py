@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 import structlog
 
-from kvxfer.core.errors import KvxferError
+from kvxfer.core.errors import KvxferError, Reason
 from kvxfer.wire.peer import MAX_ENDS, CloseRead
 
 if TYPE_CHECKING:
@@ -57,26 +57,27 @@ class Ends:
     async def _tell(self, records: list[CloseRead]) -> None:
         await asyncio.sleep(GATHER)
         if self._gathered is records:  # what ends from now on is told by the next
-            self._telling = None
+            self._gathered, self._telling = [], None
+        ref = records[0].ref
+        about = {
+            "engine": ref.reader.engine_id,
+            "peer": ref.engine_id,
+            "peer_rank": str(ref.rank),
+            "address": self._client.address,
+            "reads": len(records),
+        }
         for pause in (*BACKOFF, None):
             try:
                 await self._client.close_reads(records, TIMEOUT)
                 return
             except KvxferError as error:
-                if pause is None or not error.spec.retry:
-                    self._lost(records, error)
+                if error.reason is not Reason.PEER_UNREACHABLE:  # it has heard of all, and says why it did not take one
+                    log.info("the end of a read was refused", error=str(error), **about)
+                    return
+                if pause is None:
+                    log.info("close not delivered", error=str(error), **about)
                     return
                 await asyncio.sleep(pause)
-
-    def _lost(self, records: list[CloseRead], error: KvxferError) -> None:
-        first = records[0].ref
-        log.info(
-            "close not delivered",
-            engine=first.reader.engine_id,
-            peer=first.engine_id,
-            peer_rank=str(first.rank),
-            address=self._client.address,
-            reads=len(records),
-            transfer=first.transfer_id,
-            error=str(error),
-        )
+            except Exception:  # nobody looks at how this task ends
+                log.exception("telling of ends failed in an unforeseen way", **about)
+                return

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Protocol
 
@@ -166,6 +167,7 @@ class Link:
         #: Whether that is slower than it would have to be.
         self.slow = False
         self._users = 1
+        self._leaving = 0
         self.used = time.monotonic()
         self._watchers = [asyncio.ensure_future(self._watch(s.rank)) for s in sources]
 
@@ -236,8 +238,18 @@ class Link:
 
     @property
     def idle(self) -> bool:
-        """Whether nobody uses it but the table of links."""
-        return self._users == 1
+        """Whether nobody uses it but the table of links, and transfers that have only their end to tell."""
+        return self._users - self._leaving == 1
+
+    @contextlib.contextmanager
+    def leaving(self) -> Iterator[None]:
+        """One user less after this; meanwhile it has only its end to tell, and nobody waits for its place."""
+        self._leaving += 1
+        try:
+            yield
+        finally:
+            self._leaving -= 1
+            self.let_go()
 
     def let_go(self) -> None:
         """One user less; the last one gives everything back."""

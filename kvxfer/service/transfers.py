@@ -209,10 +209,8 @@ class Transfers:
 
     async def _take_back(self, transfer: Transfer, link: Link) -> None:
         """Undo what was announced of a transfer that has not come about."""
-        try:
+        with link.leaving():
             await self._telling.close(transfer, link, tuple(transfer.openings.values()), None)
-        finally:
-            link.let_go()
 
     async def _resolve(self, transfer: Transfer, spec: TransferSpec, link: Link, now: bool) -> None:
         request = Request(spec.local_blocks, spec.ticket.blocks, spec.num_tokens, spec.skip_tokens)
@@ -409,10 +407,10 @@ class Transfers:
         while len(self._ended) > self._settings.kept_transfers:
             del self._known[self._ended.popleft()]
         try:
-            await self._telling.close(transfer, link, openings, sources if posted else None)
+            with link.leaving():
+                await self._telling.close(transfer, link, openings, sources if posted else None)
         finally:  # also where the registration ends before its sources could be told
             transfer.lease_token = b""
-            link.let_go()
 
     async def _quiesce(self, transfer: Transfer, link: Link, read: XferRead) -> None:
         """Wait until the library has let go of a read; past the limit destroy what it is posted through."""

@@ -8,6 +8,8 @@ from dataclasses import replace
 from typing import Any, cast
 
 import pytest
+import structlog
+import structlog.testing
 
 from kvxfer.core.errors import KvxferError, Reason
 from kvxfer.core.layout import Rank
@@ -89,13 +91,35 @@ async def test_all_are_told_again_where_the_peer_was_not_reached(monkeypatch: py
     assert client.calls == [["r0", "r1"]] * 3
 
 
-@pytest.mark.parametrize("failures", [[Reason.LEASE_TOKEN_MISMATCH], [Reason.PEER_UNREACHABLE] * 3])
+@pytest.mark.parametrize(
+    "failures", [[Reason.LEASE_TOKEN_MISMATCH], [Reason.LIMIT_EXCEEDED], [Reason.PEER_UNREACHABLE] * 3]
+)
 async def test_what_cannot_be_told_is_left(failures: list[Reason], monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody waits for ever: a loss costs the lease's time."""
     monkeypatch.setattr(closing, "BACKOFF", (0.001, 0.001))
     client = Client(*failures)
     await ends_at(client).tell(end(0))
     assert client.calls == [["r0"]] * len(failures)
+
+
+async def test_what_nobody_foresaw_is_logged(monkeypatch: pytest.MonkeyPatch) -> None:
+    client, ends = Client(), ends_at(Client())
+
+    async def broken(*_: Any) -> None:
+        raise ValueError("as asked")
+
+    monkeypatch.setattr(client, "close_reads", broken)
+    monkeypatch.setattr(ends, "_client", client)
+    with structlog.testing.capture_logs() as logged:
+        await asyncio.wait_for(ends.tell(end(0)), 5)
+    assert [(line["log_level"], line["reads"]) for line in logged] == [("error", 1)]
+
+
+async def test_what_was_told_is_forgotten() -> None:
+    """A lease token is a secret."""
+    ends = ends_at(Client())
+    await ends.tell(end(0))
+    assert not ends._gathered
 
 
 async def test_closing_ends_what_is_under_way() -> None:
@@ -142,7 +166,8 @@ async def test_reads_that_end_together_are_closed_together(reading: Reading, mon
     """One call a source, and not one for each read."""
     await reading.good()
     (link,) = reading.d.nodes[0].sidecar.registrations.get("engine-d").links
-    client = link.sources[0].client
+    client, ends = link.sources[0].client, link.sources[0].rank.ends
+    await soon(lambda: not ends._running)
     calls: list[set[str]] = []
     really = client.close_reads
 

@@ -110,6 +110,28 @@ async def test_idle_links_make_room_for_others(cluster: Cluster, monkeypatch: py
     await soon(lambda: not left.readers.status())
 
 
+async def test_links_that_have_only_an_end_to_tell_make_room(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody waits for that, and what is to be told is not lost."""
+    monkeypatch.setattr("kvxfer.service.closing.GATHER", 0.5)
+    sources, d = await many(cluster, 2, max_peers=1)
+    transfer = await read(sources[0], d)
+    (link,) = links_of(d)
+    registered = d.nodes[0].sidecar.registrations.get("engine-d")
+    await registered.transfers.get(transfer.transfer_id).finished.wait()
+    assert (await read(sources[1], d)).state == pb.TRANSFER_STATE_DONE
+    assert link.sources[0].rank.ends._running
+    told = []
+    really = link.sources[0].client.close_reads
+
+    async def closing(records: Any, timeout: float) -> None:
+        await really(records, timeout)
+        told.append(len(records))
+
+    monkeypatch.setattr(link.sources[0].client, "close_reads", closing)
+    await soon(lambda: told == [1])
+    await soon(lambda: len(links_of(d)._open) == 1)
+
+
 async def test_links_in_use_make_no_room(cluster: Cluster) -> None:
     sources, d = await many(cluster, 2, max_peers=1)
     await read(sources[0], d)
