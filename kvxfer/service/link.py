@@ -73,6 +73,7 @@ class RemoteRank:
     :param facts: without its memory.
     :param groups: names of its groups.
     :param heard_at: when it has answered last, monotonic seconds.
+    :param silent: a read was given up for want of its answer: no new one is to go the same way.
     :param ends: tells it of reads that have ended.
     """
 
@@ -80,6 +81,7 @@ class RemoteRank:
     facts: ExchangeAnswer
     groups: tuple[str, ...]
     heard_at: float = field(default_factory=time.monotonic)
+    silent: bool = False
     ends: Ends = field(init=False)
 
     def __post_init__(self) -> None:
@@ -180,6 +182,7 @@ class Link:
         """Whether this link is what a handshake with ``target`` would give."""
         return (
             self.alive
+            and not any(rank.silent for rank in self.ranks)
             and (options is None or options == self.options)
             and {(r.rank, r.address) for r in target.ranks} == {(r.rank, r.address) for r in self.target.ranks}
             and all(r.incarnation in ("", self._incarnations[r.rank.number]) for r in target.ranks)

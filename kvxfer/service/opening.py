@@ -57,6 +57,10 @@ class Grant:
 #: later, seconds.
 LATER: Final = 5.0
 
+#: Who has not answered for so long, seconds, may have been cut off.  UCX gives a connection up after 3 s, and tells of
+#: it only where it is used next; a source that waits for a publication answers after ``publish_wait``, 2 s.
+SILENT: Final = 2.5
+
 #: OpenRead under way.
 Opening: TypeAlias = "asyncio.Future[Grant]"
 
@@ -67,7 +71,11 @@ def announce(source: LinkSource, record: OpenRead, timeout: float) -> Opening:
     answer = source.client.open_read(record, timeout + LATER)
 
     async def granted() -> Grant:
-        seconds = await answer * SURE
+        try:
+            seconds = await answer * SURE
+        except asyncio.CancelledError:  # it was waited for in vain
+            source.rank.silent |= clock() - asked >= SILENT
+            raise
         source.rank.heard()
         return Grant(seconds, asked + seconds)
 

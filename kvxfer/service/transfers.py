@@ -389,6 +389,8 @@ class Transfers:
             # A read whose posting was called off in time was never posted; nothing will ever write for it.
             if read.state is ReadState.POSTED or not read.is_quiesced:
                 await self._quiesce(transfer, link, read)
+            if read.lost:  # also where the transfer had its outcome before: the next one needs another connection
+                link.lose(KvxferError(Reason.PEER_LOST, f"the connection to engine {link.target.engine_id} broke"))
             try:
                 await link.engine.release(read)
             except KvxferError as error:  # the engine is closing, and takes its requests with it

@@ -173,6 +173,10 @@ class Read(Protocol):
         """
 
     @property
+    def lost(self) -> bool:
+        """Once it has quiesced: whether the connection to its peer broke, also where nobody waited for it any more."""
+
+    @property
     def quiesced(self) -> Awaitable[None]:
         """Resolves when the library has let go of all its requests; a fresh awaitable each time, safe to cancel.
 

@@ -522,6 +522,10 @@ class PumpedEngine:
             else:
                 outcome.set_result(result)
 
+        def let_go() -> None:
+            read.lost = job.lost
+            self._forget(read)
+
         job = Job(
             pieces=read.pieces,
             peer=read.peer.name,
@@ -529,7 +533,7 @@ class PumpedEngine:
             notification=read.notification,
             wanted=lambda: not read.abandoned,
             settle=settle,
-            let_go=lambda: self._forget(read),
+            let_go=let_go,
         )
         pump.post(job)
 

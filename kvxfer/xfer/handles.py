@@ -21,6 +21,7 @@ class PumpedRead:
         "descriptors",
         "kept",
         "local",
+        "lost",
         "make_seconds",
         "notification",
         "pieces",
@@ -42,6 +43,8 @@ class PumpedRead:
         self.abandoned = False
         #: See :attr:`kvxfer.xfer.api.Read.kept`.
         self.kept = False
+        #: See :attr:`kvxfer.xfer.api.Read.lost`.
+        self.lost = False
         self._quiesced: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     @property

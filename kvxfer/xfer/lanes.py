@@ -91,6 +91,11 @@ class LanedRead:
         return any(read.kept for _, read in self.parts)
 
     @property
+    def lost(self) -> bool:
+        """Whether the connection of any part was."""
+        return any(read.lost for _, read in self.parts)
+
+    @property
     def is_quiesced(self) -> bool:
         """Whether nothing writes into its local blocks any more."""
         return all(read.is_quiesced for _, read in self.parts)

@@ -172,6 +172,7 @@ class Job:
     :param posting: seconds inside the posting call, of all pieces.
     :param moving: pieces that are posted and not complete; ``held``: those that the library has not freed.
     :param kept: it has failed, but some of it may still be moving; freed only with the agent.
+    :param lost: the connection to its peer broke while it was under way.
     """
 
     pieces: Pieces
@@ -189,6 +190,7 @@ class Job:
     held: int = 0
     posted: int = 0
     kept: bool = False
+    lost: bool = False
     settled: bool = False
     gone: bool = False
     telemetry: list[Telemetry] = field(default_factory=list)
@@ -523,6 +525,7 @@ class Pump:
             # into local memory; it does not say how those fare, and freeing does not stop them.  With the connection
             # gone there are none.
             if error.reason is Reason.PEER_LOST:
+                job.lost = True
                 self._lingering.append(piece)
             else:
                 job.kept = True

@@ -11,7 +11,7 @@ import pytest
 
 from kvxfer.core.errors import Reason
 from kvxfer.pb import transfer_pb2 as pb
-from kvxfer.service import transfers
+from kvxfer.service import opening, transfers
 from kvxfer.service.link import LinkSource
 from kvxfer.wire.fields import MAX_SECONDS
 from kvxfer.wire.peer import CloseRead, Outcome
@@ -138,6 +138,30 @@ async def test_a_source_that_is_silent_meets_the_deadline_of_the_read(
     (link,) = reading.d.nodes[0].sidecar.registrations.get("engine-d").links
     assert (await refusal(reading.stub.ReadBlocks(request))).reason is Reason.DEADLINE_EXCEEDED
     assert link.alive
+
+
+@pytest.mark.parametrize("milliseconds, anew", [(100, False), (400, True)])
+async def test_a_source_that_has_not_answered_for_long_is_met_anew(
+    reading: Reading, milliseconds: int, anew: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may have been cut off, and the connection for reads given up with nobody noticing."""
+    await reading.good()
+    monkeypatch.setattr(opening, "SILENT", 0.25)
+    links = reading.d.nodes[0].sidecar.registrations.get("engine-d").links
+    (link,) = links
+    request = reading.request()
+    request.timeout.FromMilliseconds(milliseconds)
+
+    async def silent(*_: Any) -> Any:
+        await asyncio.Event().wait()
+
+    with monkeypatch.context() as cut_off:
+        cut_off.setattr(reading.p.nodes[0].sidecar.registrations.get("engine-p").leases, "open", silent)
+        assert (await refusal(reading.stub.ReadBlocks(request))).reason is Reason.DEADLINE_EXCEEDED
+    await reading.good()
+    (after,) = links
+    assert (after is not link) is anew
+    await soon(lambda: len(links._open) == 1)
 
 
 async def test_a_source_stops_polling_when_the_read_has_ended(

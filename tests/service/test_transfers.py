@@ -505,6 +505,20 @@ async def test_a_peer_that_vanishes_in_mid_read(reading: Reading) -> None:
     assert reading.d.members[0].image().tobytes() == as_bytes(reading.d.members[0].model.image).tobytes()
 
 
+async def test_a_peer_that_vanishes_under_a_read_that_was_given_up(reading: Reading) -> None:
+    """Its transfer had its outcome before; the next read must not be the first to find out."""
+    await reading.d.handshake(reading.ticket())
+    (link,) = reading.d.nodes[0].sidecar.registrations.get("engine-d").links
+    reading.fabric.hold()
+    await reading.stub.ReadBlocks(reading.request("t1", wait=False))
+    await soon(lambda: reading.fabric.posts == 1)
+    assert not (await reading.d.cancel("t1", 0.05)).quiesced
+    assert link.alive
+    reading.fabric.vanish(reading.p.nodes[0].engines[0].name)
+    assert (await reach(reading, "t1", pb.TRANSFER_STATE_CANCELLED)).quiesced
+    assert link.lost.result().reason is Reason.PEER_LOST
+
+
 async def test_a_prepared_transfer_ends_with_its_peer(reading: Reading) -> None:
     late = reading.request()
     await reading.stub.PrepareTransfer(pb.PrepareTransferRequest(spec=reading.request("t1").spec))

@@ -236,6 +236,19 @@ async def test_one_part_that_fails_fails_the_whole(world: World) -> None:
     assert read.is_quiesced
 
 
+async def test_one_connection_that_breaks_is_told_of_the_whole(world: World) -> None:
+    world.fabric.hold()
+    read = await world.make(COUNT)
+    waiting = asyncio.ensure_future(world.reader.post(read))
+    await until(lambda: world.fabric.posts > 0, 5.0)
+    waiting.cancel()
+    await asyncio.wait({waiting})
+    assert not read.lost
+    world.fabric.vanish(world.source.name)
+    await asyncio.wait_for(read.quiesced, 5)
+    assert (read.lost, read.is_quiesced) == (True, True)
+
+
 async def test_a_cancelled_wait_drains_in_every_lane(world: World) -> None:
     read = await world.make(8)
     world.fabric.hold()
