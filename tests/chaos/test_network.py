@@ -32,6 +32,10 @@ SLOW, SLOW_SECONDS = "200mbit", LARGE * 8.388608 / 200
 SILENCE = 3.0
 
 
+#: Seconds that a read has which gets no answer, not as long as gRPC waits; and then until UCX has given up its
+#: connection, idle as it is.
+BRIEF, FORGOTTEN = SILENCE + 0.5, 1.0
+
 #: Seconds until the peer listener drops a connection whose other end has vanished (see kvxfer/sidecar.py).
 KEEPALIVE = 40.0
 
@@ -45,8 +49,8 @@ class Case:
     """One fault.
 
     :param fault: what happens to the network.
-    :param phase: when: in the ``handshake`` (before D has met P), ``half done``, or ``idle`` (D and P have a connection
-        that nobody uses).
+    :param phase: when: in the ``handshake`` (before D has met P), ``before the grant`` (D has, and begins to read),
+        ``half done``, or ``idle`` (D and P have a connection that nobody uses).
     :param d: the outcome of the read at D.
     :param within: seconds from the fault until D's engine has it.
     :param lease: how P's lease ends.
@@ -113,6 +117,7 @@ CASES = (
     Case("link down for 5 s", link_down, "idle", OK, 30, RELEASED, lasts=5.0),
     Case("all packets dropped", nothing_passes, "half done", LOST, NOTICED, HELD),
     Case("all packets dropped", nothing_passes, "handshake", UNMET, HANDSHAKE, HELD, ci=True),
+    Case("all packets dropped", nothing_passes, "before the grant", UNMET, NOTICED, HELD),
     Case("all packets dropped for 0.5 s", nothing_passes, "half done", OK, 60, RELEASED, lasts=0.5, ci=True),
     Case("half-open, nothing from P", nothing_from_p, "half done", LOST, NOTICED, HELD),
     Case("half-open, nothing to P", nothing_to_p, "half done", LOST, NOTICED, HELD, ci=True),
@@ -195,6 +200,8 @@ def try_it(case: Case, scene: Scene, play: Play, slowness: ExitStack) -> Row:
             wait_out(case.lasts)
         if case.phase == "handshake":
             pending = start()
+        elif case.phase == "before the grant":
+            pending = play.start(ticket, BRIEF, 70.0)
         if not case.lasts:
             assert pending is not None
             third = play.serve_a_third("d")
@@ -202,6 +209,8 @@ def try_it(case: Case, scene: Scene, play: Play, slowness: ExitStack) -> Row:
             if case.d != OK and case.phase != "handshake":
                 until(play.final, DRAIN_LIMIT + SLACK, "quiescence")
                 remarks.append(f"D's blocks free after {time.monotonic() - struck:.2f} s")
+            if case.phase == "before the grant":
+                wait_out(FORGOTTEN)
     if case.lasts:
         third = play.serve_a_third("d")
         saw = "" if pending is None else pending.outcome(case.within) or DONE
@@ -225,6 +234,7 @@ def try_it(case: Case, scene: Scene, play: Play, slowness: ExitStack) -> Row:
     assert lease in case.lease, f"P's lease is {lease}"
     slowness.close()
     if first := play.read_again():
+        assert case.phase != "before the grant", f"the next read was the first to find out: {first}"
         remarks.append(f"the next read: {first} once, then as ever")
     play.finish(list(scene.stage), KEEPALIVE + SLACK)
     return Row(case.name, case.phase, saw, after, lease, third, "; ".join(remarks))
