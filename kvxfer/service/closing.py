@@ -71,7 +71,7 @@ class Ends:
                 await self._client.close_reads(records, TIMEOUT)
                 return
             except KvxferError as error:
-                if error.reason is not Reason.PEER_UNREACHABLE:  # it has heard of all, and says why it did not take one
+                if error.reason is not Reason.PEER_UNREACHABLE:  # it was heard: once more changes nothing
                     log.info("the end of a read was refused", error=str(error), **about)
                     return
                 if pause is None:

@@ -122,7 +122,7 @@ class Rows:
 
     @cached_property
     def length(self) -> int | None:
-        """Bytes of a descriptor, where all have the same."""
+        """Bytes of a descriptor where all have the same, else ``None``."""
         lengths = self.rows[:, 1]
         return int(lengths[0]) if bool((lengths == lengths[0]).all()) else None
 
