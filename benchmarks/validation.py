@@ -39,14 +39,16 @@ from kvxfer.cli import main
 main()
 """
 
+#: How either D is started.
+MAINS = {"checked": ("-m", "kvxfer"), "unchecked": ("-c", UNCHECKED)}
+
 
 def run(case: Case, rounds: int) -> dict[str, Any]:
     """All rounds of a case."""
-    mains = {"checked": ("-m", "kvxfer"), "unchecked": ("-c", UNCHECKED)}
     with contextlib.ExitStack() as stack:
         place = stack.enter_context(memory(largest([case])))
         pairs = {}
-        for name, main in mains.items():
+        for name, main in MAINS.items():
             p = stack.enter_context(Sidecar(place.directory, f"p-{name}"))
             d = stack.enter_context(Sidecar(place.directory, name, main=main))
             pairs[name] = Pair(p, d, case, place, name)

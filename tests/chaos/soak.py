@@ -30,10 +30,10 @@ from kvxfer.wire.tickets import Ticket
 from tests.chaos.census import Census, census
 from tests.chaos.engines import FINAL, Engine, outcome_of
 from tests.chaos.report import table, write_section
-from tests.chaos.stage import stopped, wake
 from tests.support.engines import make_ticket, publication
 from tests.support.plain import BLOCK
 from tests.support.processes import SidecarProcess, sidecars, until
+from tests.support.stopping import stopped, wake
 
 BLOCKS, WORKERS, MOST = 96, 4, 12
 SETTINGS = {"handshake_timeout": 4, "publish_wait": 1, "read_grant": 2, "drain_limit": 2, "drain_timeout": 2}

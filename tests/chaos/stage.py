@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import os
-import signal
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -21,6 +19,7 @@ from tests.chaos.census import Census, assert_no_leaks, census
 from tests.chaos.engines import FINAL, Engine, Pending, outcome_of
 from tests.support.engines import make_ticket, publication
 from tests.support.processes import SidecarProcess
+from tests.support.stopping import wake
 
 #: Blocks of a mebibyte: a read that can be caught in the middle, and one that only shows that reads work.
 LARGE, SMALL = 192, 8
@@ -61,24 +60,6 @@ class Stage:
             born = self.born.setdefault(side.pid, now)
             found[side.pid] = Census(**{**vars(now), "threads": born.threads, "anonymous": born.anonymous})
         return found
-
-
-@contextlib.contextmanager
-def stopped(*pids: int) -> Iterator[None]:
-    """SIGSTOP, and SIGCONT in the end to those that still live."""
-    for pid in pids:
-        os.kill(pid, signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        for pid in pids:
-            wake(pid)
-
-
-def wake(pid: int) -> None:
-    """SIGCONT."""
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGCONT)
 
 
 def is_connected(side: SidecarProcess, address: str) -> bool:

@@ -28,8 +28,9 @@ from tests.chaos.cases import (
 )
 from tests.chaos.engines import FINAL, NO_ANSWER, Pending
 from tests.chaos.report import Row
-from tests.chaos.stage import Play, Stage, is_connected, wake
+from tests.chaos.stage import Play, Stage, is_connected
 from tests.support.processes import until
+from tests.support.stopping import wake
 
 pytestmark = [pytest.mark.nixl, pytest.mark.timeout(120)]
 

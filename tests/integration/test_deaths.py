@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -18,6 +16,7 @@ from tests.support.errors import refused, told
 from tests.support.holders import HolderProcess, Task, content
 from tests.support.plain import PlainEngine
 from tests.support.processes import SidecarProcess, sidecars, until
+from tests.support.stopping import stopped
 
 TCP = {"UCX_TLS": "tcp", "UCX_NET_DEVICES": "lo"}
 SMALL, LARGE = 8, 512
@@ -144,11 +143,8 @@ def test_a_stopped_engine_is_noticed_by_its_silence(stage: Scene, engine: Callab
     """Its socket is open, but nobody answers there.  Where it goes on after all, its session begins anew."""
     mute = engine("mute")
     assert mute.process.pid is not None
-    os.kill(mute.process.pid, signal.SIGSTOP)
-    try:
+    with stopped(mute.process.pid):
         until(lambda: not stage.known("mute"), 30.0 + GRACE + DEADLINE, "the end of the registration")
-    finally:
-        os.kill(mute.process.pid, signal.SIGCONT)
     assert mute.hear("lost", DEADLINE) == (Reason.NOT_REGISTERED.value, mute.incarnation)
     mute.hear("registered", DEADLINE)
     stage.read(mute.ticket(FEW), FEW)

@@ -6,8 +6,6 @@ it), and once more where the read was over by then.
 
 from __future__ import annotations
 
-import os
-import signal
 import subprocess
 import sys
 import time
@@ -25,6 +23,7 @@ from kvxfer.wire.status import from_rpc_error
 from tests.support.engines import block_lists, make_lists, read_request
 from tests.support.fleet import Engine
 from tests.support.processes import SidecarProcess, sidecars, until
+from tests.support.stopping import stopped
 from tests.truth import Labels, Want
 
 TOKENS = 16 * 24
@@ -97,7 +96,7 @@ def in_mid_read(
         waiting = d.processes[0].stub.ReadBlocks.future(message, timeout=60)
         while not arrived(d) and not waiting.done():
             continue  # a pause would be as long as the read
-        with stopped(p.processes[0]):
+        with stopped(p.processes[0].pid):
             if arrived(d) < 0.75:  # what is still in sockets is less than the rest
                 yield message.spec.transfer_id, waiting
                 return
@@ -119,17 +118,6 @@ def refused(d: Engine, message: pb.ReadBlocksRequest, *, within: float = 20) -> 
         d.processes[0].stub.ReadBlocks(message, timeout=within)
     assert time.monotonic() - began < within, "the call ran into the caller's own deadline"
     return from_rpc_error(caught.value)
-
-
-@contextmanager
-def stopped(process: SidecarProcess) -> Iterator[None]:
-    """SIGSTOP, and SIGCONT at the end if it still lives."""
-    os.kill(process.pid, signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        if process.process.poll() is None:
-            os.kill(process.pid, signal.SIGCONT)
 
 
 def transfer_of(d: Engine, transfer_id: str) -> pb.Transfer:
@@ -235,7 +223,7 @@ def test_d_engine_killed_while_its_read_waits_for_p(four: list[SidecarProcess]) 
     p, d = engine("p", four[0], labels), engine("d", four[2], labels)
     read(d, p)
     message = request(d, p, transfer_id="orphan").SerializeToString()
-    with stopped(four[0]), engine_process(four[2], "ReadBlocks", message) as child:
+    with stopped(four[0].pid), engine_process(four[2], "ReadBlocks", message) as child:
         until(lambda: four[2].status().counts.posted == 1, 20, "posting")
         child.kill()
     until(lambda: transfer_of(d, "orphan").state == pb.TRANSFER_STATE_DONE, 20, "the end of the read")

@@ -21,13 +21,13 @@ import pytest
 from kvxfer_client import LeaseState, Ticket, TransferState, ticket_from_params, ticket_to_params
 from tests.chaos.cases import SETTINGS
 from tests.chaos.namespaces import Network, why_not
-from tests.chaos.stage import stopped
 from tests.engines.vllm.conftest import Seen
 from tests.engines.vllm.models import Model
 from tests.engines.vllm.pairs import PROMPTS, TOKENS, Pair, Side, Workshop, hand_over, pair, registered, side
 from tests.engines.vllm.processes import Answer, free_port
 from tests.engines.vllm.report import Fault
 from tests.support.processes import SidecarProcess, shared_directory, until
+from tests.support.stopping import stopped
 
 pytestmark = [
     pytest.mark.timeout(300),
