@@ -1016,7 +1016,8 @@ class ReadBlocksRequest(_message.Message):
     @_builtins.property
     def timeout(self) -> _duration_pb2.Duration:
         """OPTIONAL.  How long the read may take from POSTED on; past it the transfer fails (DEADLINE_EXCEEDED) and
-        drains.  More than 0; unset: the sidecar's setting.  A caller that goes away does not end the read.
+        drains.  A handshake that has to come first may take as long, and no longer than the sidecar's setting for those.
+        More than 0; unset: the sidecar's setting.  A caller that goes away does not end the read.
         """
 
     def __init__(

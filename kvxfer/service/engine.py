@@ -167,11 +167,11 @@ class EngineService(transfer_pb2_grpc.KvTransferServicer):
         :param read: it is read at once, within so many seconds.
         """
         named = spec if spec.transfer_id else replace(spec, transfer_id=new_transfer_id())
-        announce = None if spec.transfer_id else read
+        announce = read is not None and not spec.transfer_id
         try:
             transfers = (registration := self._registrations.get(spec.engine_id)).transfers
             # The transfer is the sidecar's: a caller that goes away while it is made changes nothing.
-            preparing = asyncio.ensure_future(transfers.prepare(named, make=read is None, announce=announce))
+            preparing = asyncio.ensure_future(transfers.prepare(named, read=read, announce=announce))
             preparing.add_done_callback(looked_at)
             return registration, await asyncio.shield(preparing)
         except KvxferError as error:

@@ -113,13 +113,14 @@ class Transfers:
 
     # -- preparing -------------------------------------------------------------------------------------------------
 
-    async def prepare(self, spec: TransferSpec, *, make: bool = True, announce: float | None = None) -> Transfer:
+    async def prepare(self, spec: TransferSpec, *, read: float | None = None, announce: bool = False) -> Transfer:
         """Validate, resolve and make the request; nothing moves.
 
-        :param make: ``False`` leaves making the NIXL request to :meth:`post`, which will follow at once.
-        :param announce: tell the sources already that it is read, within so many seconds: they answer while the rest is
-            worked out.  Only for what ends if it cannot be posted: no source should wait for what may be posted later.
         :param spec: with a transfer ID; the same ID with the same content is the same transfer.
+        :param read: it is read at once, within so many seconds: a handshake may take no longer either, and making the
+            NIXL request is left to :meth:`post`.
+        :param announce: tell the sources already that it is read: they answer while the rest is worked out.  Only for
+            what ends if it cannot be posted: no source should wait for what may be posted later.
 
         :raises KvxferError: TRANSFER_ID_REUSED, INCOMPATIBLE_PEER, LIMIT_EXCEEDED, and what the handshake and
             :func:`kvxfer.core.resolve.resolve` raise.
@@ -135,7 +136,7 @@ class Transfers:
         future: asyncio.Future[Transfer] = asyncio.get_running_loop().create_future()
         self._preparing[spec.transfer_id] = (spec.digest, future)
         try:
-            transfer = await self._prepare(spec, make, announce)
+            transfer = await self._prepare(spec, read, announce)
         except BaseException as error:
             future.set_exception(
                 error
@@ -149,7 +150,7 @@ class Transfers:
         future.set_result(transfer)
         return transfer
 
-    async def _prepare(self, spec: TransferSpec, make: bool, announce: float | None) -> Transfer:
+    async def _prepare(self, spec: TransferSpec, read: float | None, announce: bool) -> Transfer:
         if self._closing:
             raise KvxferError(Reason.SHUTTING_DOWN, "the cache is being unregistered")
         mine = self._registration.identity.compatibility_key
@@ -165,41 +166,42 @@ class Transfers:
         peer = spec.ticket.engine_id
         self.room.take(peer, 1)
         try:
-            return await self._prepare_within(spec, make, announce)
+            return await self._prepare_within(spec, read, announce)
         except BaseException:
             self.room.give(peer, 1)
             raise
 
-    async def _prepare_within(self, spec: TransferSpec, make: bool, announce: float | None) -> Transfer:
+    async def _prepare_within(self, spec: TransferSpec, read: float | None, announce: bool) -> Transfer:
         try:
-            transfer, link = await self._prepare_once(spec, make, announce)
+            transfer, link = await self._prepare_once(spec, read, announce)
         except KvxferError as error:
             # The link was lost while it was being used: the next one may be as good.
             if error.reason not in (Reason.NO_HANDSHAKE, Reason.SHUTTING_DOWN) or self._closing:
                 raise
-            transfer, link = await self._prepare_once(spec, make, announce)
+            transfer, link = await self._prepare_once(spec, read, announce)
         self._known[spec.transfer_id] = transfer
         self._arm(transfer, link)
         self.watchers.tell(transfer)
         return transfer
 
-    async def _prepare_once(self, spec: TransferSpec, make: bool, announce: float | None) -> tuple[Transfer, Link]:
-        link = await self._registration.links.get(spec.target, None, self._settings.handshake_timeout)
+    async def _prepare_once(self, spec: TransferSpec, read: float | None, announce: bool) -> tuple[Transfer, Link]:
+        limit = self._settings.handshake_timeout
+        link = await self._registration.links.get(spec.target, None, limit if read is None else min(limit, read))
         link.hold()
         try:
-            return await self._make(spec, link, make, announce), link
+            return await self._make(spec, link, read, announce), link
         except BaseException:
             link.let_go()
             raise
 
-    async def _make(self, spec: TransferSpec, link: Link, now: bool, announce: float | None) -> Transfer:
+    async def _make(self, spec: TransferSpec, link: Link, read: float | None, announce: bool) -> Transfer:
         transfer = Transfer(spec, link, next(self._numbers))
         try:
-            if announce is not None:
+            if announce and read is not None:
                 for source in link.sources:
-                    self._telling.announce(transfer, source, announce)
+                    self._telling.announce(transfer, source, read)
                 await asyncio.sleep(0)  # the calls go out with the loop's next turn
-            await self._resolve(transfer, spec, link, now)
+            await self._resolve(transfer, spec, link, read is None)
         except BaseException:
             if transfer.openings:
                 link.hold()

@@ -212,6 +212,12 @@ async def test_a_peer_that_does_not_answer(reading: Reading, fake: FakePeer) -> 
     request.timeout.FromMilliseconds(200)
     error = await refusal(reading.stub.Handshake(request))
     assert (error.reason, error.metadata["timeout_s"]) == (Reason.DEADLINE_EXCEEDED, "0.2")
+    # A read's own time is that of the handshake that has to come first, too.
+    read = reading.request()
+    read.spec.ticket.ranks[0].address = fake.address  # type: ignore[attr-defined]
+    read.timeout.FromMilliseconds(300)
+    error = await refusal(reading.stub.ReadBlocks(read))
+    assert (error.reason, error.metadata["timeout_s"]) == (Reason.DEADLINE_EXCEEDED, "0.3")
     # Without a time of its own the sidecar's setting ends it.
     request.ClearField("timeout")
     request.engine_id = "engine-e"
