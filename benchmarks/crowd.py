@@ -60,13 +60,13 @@ def _crowds(section: Section, pair: Pair, effort: Effort) -> None:
         rounds = effort.rounds(3)
         rates: dict[int, list[float]] = {n: [] for n in AT_ONCE}
         slowest: dict[int, list[float]] = {n: [] for n in AT_ONCE}
-        for number in range(-1, rounds):
+        for number in range(-1 if name == "same" else 0, rounds):
             for n in AT_ONCE if number % 2 else AT_ONCE[::-1]:
                 began, ends, waits = _round(pair, sizes, n)
                 if number >= 0:
                     rates[n].append(sum(sizes) * BLOCK * LAYERS / (max(ends) - began))
                     slowest[n].append(max(waits) / statistics.median(waits))
-            if number == -1:
+            if number <= 0:
                 _check(pair, sizes)
         for n in AT_ONCE:
             ratio = Spread.ratio(rates[n], rates[1])
@@ -166,7 +166,7 @@ def _beside(section: Section, pair: Pair, effort: Effort) -> None:
     small: list[float] = []
     with _repeated(lambda: stream.append(timed(request(0, large)))):
         pause = random.Random(1)
-        until = time.monotonic() + (8.0 if effort.share >= 1 else 2.0)
+        until = time.monotonic() + (6.0 if effort.share >= 1 else 2.0)
         while time.monotonic() < until or len(stream) < 3:
             asked = request((at := next(rest)), at + 1)
             time.sleep(pause.uniform(0.0, 0.02))  # at any moment of the large one

@@ -63,8 +63,8 @@ def _measure(
         "grpc_block": stream.prepare(case),
         "grpc_mib": stream.prepare(case, MIB),
     }
-    rounds = effort.rounds(_ROUNDS if promised else _ROUNDS // 3)
-    seen = in_turn({name: _checked(read, place, case) for name, read in readers.items()}, rounds)
+    rounds, warm_up = (effort.rounds(_ROUNDS), 2) if promised else (effort.rounds(_ROUNDS // 3), 1)
+    seen = in_turn({name: _checked(read, place, case) for name, read in readers.items()}, rounds, warm_up)
     pair.close()
     ratios = {name: Spread.ratio(seconds, seen["kvxfer"]) for name, seconds in seen.items() if name != "kvxfer"}
     section.add(

@@ -60,7 +60,7 @@ def _measure(section: Section, case: Case, place: Memory, p: Sidecar, d: Sidecar
     # Small reads are cheap, and their ratios vary most; of large ones the whole suite could wait for.
     rounds = effort.rounds(40 if case.bytes < SIZE else 16 if case.block >= BLOCK else 8, 3)
     if case.bytes > SIZE:
-        rounds = effort.rounds(8 if case.bytes < GIB else 5, 3)
+        rounds = effort.rounds(8 if case.bytes < GIB else 4, 3)
     ours: list[tuple[float, dict[str, float]]] = []
 
     def read() -> Sample:
