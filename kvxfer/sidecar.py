@@ -46,6 +46,7 @@ from kvxfer.service.registrations import EngineFactory, Registrations
 from kvxfer.tls import PeerTls
 from kvxfer.web import Monitor, WebServer, places
 from kvxfer.xfer.api import NotificationHandler, TransferEngine
+from kvxfer.xfer.files import raise_limit
 
 log = structlog.get_logger()
 
@@ -437,6 +438,7 @@ def serve(settings: Settings, started: Callable[[Sidecar], None] | None = None) 
         )
 
     configure(settings.log_level, settings.log_format)
+    raise_limit()
     preload()
     sys.setswitchinterval(SWITCH_INTERVAL)
     uvloop.run(_serve(settings, started))

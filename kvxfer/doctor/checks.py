@@ -13,6 +13,7 @@ from kvxfer.config import EVERY_ADDRESS, Settings
 from kvxfer.core.errors import KvxferError
 from kvxfer.doctor import (
     certificates,
+    files,
     gpu,
     library,
     limits,
@@ -123,6 +124,11 @@ class Examination:
         if uid is not None and uid != self._locking.uid:
             yield limits.judge(limits.look_as(uid))
 
+    def check_files(self) -> Iterator[Finding]:
+        """Open files."""
+        settings = self._asked.settings
+        yield files.judge(files.look(), settings.lanes, settings.max_peers)
+
     def check_memory(self) -> Iterator[Finding]:
         """Shared memory and the memory directories."""
         settings = self._asked.settings
@@ -155,17 +161,17 @@ class Examination:
 
     def check_peer(self) -> Iterator[Finding]:
         """Another sidecar."""
-        target, files = self._asked.peer, self._tls
+        target, tls = self._asked.peer, self._tls
         if not target:
             return
         try:
-            if files is not None:
-                files.read()
+            if tls is not None:
+                tls.read()
         except KvxferError as problem:
             yield unknown(peer.CHECK, f"{target} was not tried: {problem.message}")
             return
-        seen = peer.look(target, files, self._asked.settings.peer_server_name)
-        yield from peer.judge(seen, files, self._interfaces)
+        seen = peer.look(target, tls, self._asked.settings.peer_server_name)
+        yield from peer.judge(seen, tls, self._interfaces)
 
     def check_gpu(self) -> Iterator[Finding]:
         """GPUs."""
@@ -184,6 +190,7 @@ CHECKS: Final[Mapping[str, Callable[[Examination], Iterator[Finding]]]] = {
     network.CHECK: Examination.check_network,
     processes.CHECK: Examination.check_namespaces,
     limits.CHECK: Examination.check_memlock,
+    files.CHECK: Examination.check_files,
     memory.CHECK: Examination.check_memory,
     ports.CHECK: Examination.check_ports,
     certificates.CHECK: Examination.check_tls,

@@ -16,6 +16,7 @@ from typing import Final
 from kvxfer.core.errors import KvxferError, Reason
 from kvxfer.wire.peer import Reader
 from kvxfer.xfer.api import Demand, TransferEngine
+from kvxfer.xfer.files import CONNECTION, FILES
 
 #: Called with a reader that fell silent, where it called from, and the seconds since it was last heard of.
 OnLost = Callable[[Reader, str, float], None]
@@ -87,9 +88,12 @@ class Readers:
     def meet(self, key: Reader, address: str, *, connecting: bool) -> None:
         """A reader introduced itself, or said that it is alive; ``connecting``: it is about to make a connection.
 
-        :raises KvxferError: LIMIT_EXCEEDED for a new reader where there are :data:`MAX_READERS` already.
+        :raises KvxferError: LIMIT_EXCEEDED for a new reader where there are :data:`MAX_READERS` already, and where its
+            connection could take the last file descriptor.
         """
         now = time.monotonic()
+        if connecting:
+            FILES.require(CONNECTION)
         reader = self._known.get(key)
         if reader is None:
             if len(self._known) >= MAX_READERS:

@@ -21,6 +21,7 @@ from kvxfer.core.errors import KvxferError, Reason
 from kvxfer.xfer.api import Indices, MemoryKind, NotificationHandler, RowArray, Span, Telemetry
 from kvxfer.xfer.engine import EngineSettings, PumpedEngine
 from kvxfer.xfer.environment import apply_defaults, effective, hard_exit, ucx_version
+from kvxfer.xfer.files import FILES
 from kvxfer.xfer.pump import LibraryInfo
 
 __all__ = ["NixlDriver", "NixlEngine", "hard_exit", "nixl_version", "preload", "ucx_version"]
@@ -135,8 +136,12 @@ class NixlDriver:
         self._registered: dict[int, tuple[Any, ...]] = {}
 
     def open(self, name: str) -> None:
-        """Create the agent and its backends."""
+        """Create the agent and its backends; LIMIT_EXCEEDED where that could take the last file descriptor."""
         api = load()
+        with FILES.agent():
+            self._open(api, name)
+
+    def _open(self, api: Any, name: str) -> None:
         config: dict[str, Any] = {"enable_prog_thread": False, "capture_telemetry": True, "backends": []}
         with _translated(Reason.INTERNAL, "the NIXL agent could not be created", agent=name):
             self._agent = api.nixl_agent(name, api.nixl_agent_config(**config))

@@ -64,7 +64,7 @@ def doctor(
     NIXL is missing. Status 0: nothing is an error; 1: something is; 2: bad usage.
 
     Checks: settings, library, transport, ucx, network, namespaces, memlock,
-    memory, ports, tls, peer, gpu.
+    nofile, memory, ports, tls, peer, gpu.
 
     Examples:
 
