@@ -30,6 +30,7 @@ from grpc_reflection.v1alpha import reflection
 from kvxfer import __version__
 from kvxfer.config import Settings, group_number, is_loopback
 from kvxfer.core.errors import KvxferError, Reason
+from kvxfer.files import raise_limit
 from kvxfer.logs import configure
 from kvxfer.memory.api import list_owned
 from kvxfer.pb import peer_pb2, peer_pb2_grpc, transfer_pb2, transfer_pb2_grpc
@@ -46,7 +47,6 @@ from kvxfer.service.registrations import EngineFactory, Registrations
 from kvxfer.tls import PeerTls
 from kvxfer.web import Monitor, WebServer, places
 from kvxfer.xfer.api import NotificationHandler, TransferEngine
-from kvxfer.xfer.files import raise_limit
 
 log = structlog.get_logger()
 

@@ -42,6 +42,7 @@ COMPOSITION = (
     "kvxfer.service",
     "kvxfer.sidecar",
     "kvxfer.config",
+    "kvxfer.files",
     "kvxfer.logs",
     "kvxfer.tls",
     "kvxfer.web",
@@ -70,15 +71,16 @@ LAYERS: dict[str, Layer] = {
     ),
     "kvxfer.xfer": Layer(ours=("kvxfer.core",), theirs=("numpy", "structlog"), lazily=("torch",)),
     "kvxfer.xfer.nixl": Layer(
-        ours=("kvxfer.core", "kvxfer.xfer"),
+        ours=("kvxfer.core", "kvxfer.files", "kvxfer.xfer"),
         theirs=("numpy", "structlog", "nixl", "nixl_cu12", "nixl_cu13"),
         lazily=("torch",),
     ),
     "kvxfer.service": Layer(
-        ours=("kvxfer.wire", "kvxfer.pb", "kvxfer.core", "kvxfer.xfer.api", "kvxfer.memory"),
+        ours=("kvxfer.wire", "kvxfer.pb", "kvxfer.core", "kvxfer.files", "kvxfer.xfer.api", "kvxfer.memory"),
         theirs=(*GRPC, "numpy", "structlog"),
     ),
     "kvxfer.sizes": Layer(without=PURE),
+    "kvxfer.files": Layer(ours=("kvxfer.core",)),
     "kvxfer.logs": Layer(theirs=("structlog",)),
     "kvxfer.web": Layer(
         ours=("kvxfer.core", "kvxfer.service.gauges", "kvxfer.service.meters"),

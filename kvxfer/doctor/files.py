@@ -6,7 +6,7 @@ import resource
 from typing import Final
 
 from kvxfer.doctor.findings import Finding, error, ok, warning
-from kvxfer.xfer.files import AGENT, CONNECTION, RESERVE
+from kvxfer.files import AGENT, CONNECTION, RESERVE
 
 CHECK: Final = "nofile"
 #: What a sidecar has open that has registered one cache and reads from nobody.

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from kvxfer.core.errors import KvxferError, Reason
+from kvxfer.files import CONNECTION, FILES
 from kvxfer.wire.peer import Reader
 from kvxfer.xfer.api import Demand, TransferEngine
-from kvxfer.xfer.files import CONNECTION, FILES
 
 #: Called with a reader that fell silent, where it called from, and the seconds since it was last heard of.
 OnLost = Callable[[Reader, str, float], None]

@@ -18,10 +18,10 @@ from types import TracebackType
 from typing import Any, Final
 
 from kvxfer.core.errors import KvxferError, Reason
+from kvxfer.files import FILES
 from kvxfer.xfer.api import Indices, MemoryKind, NotificationHandler, RowArray, Span, Telemetry
 from kvxfer.xfer.engine import EngineSettings, PumpedEngine
 from kvxfer.xfer.environment import apply_defaults, effective, hard_exit, ucx_version
-from kvxfer.xfer.files import FILES
 from kvxfer.xfer.pump import LibraryInfo
 
 __all__ = ["NixlDriver", "NixlEngine", "hard_exit", "nixl_version", "preload", "ucx_version"]

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import psutil
 
 from kvxfer.core.errors import Reason
-from kvxfer.xfer.files import AGENT, RESERVE
+from kvxfer.files import AGENT, RESERVE
 from tests.support.errors import refused
 from tests.support.plain import PlainEngine
 from tests.support.processes import SidecarProcess, shared_directory, sidecars

@@ -11,9 +11,9 @@ from contextlib import ExitStack, suppress
 
 import pytest
 
+from kvxfer import files
 from kvxfer.core.errors import KvxferError, Reason
-from kvxfer.xfer import files
-from kvxfer.xfer.files import AGENT, RESERVE, Files
+from kvxfer.files import AGENT, RESERVE, Files
 
 
 @pytest.fixture
@@ -59,7 +59,7 @@ def test_where_none_is_left_to_look_with(room: int) -> None:
 def test_the_limit_is_raised_as_far_as_it_may_be() -> None:
     program = (
         "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (200, 300))\n"
-        "from kvxfer.xfer import files; files.raise_limit(); print(files.limit())"
+        "from kvxfer import files; files.raise_limit(); print(files.limit())"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert done.stdout == "300\n", done.stderr
