@@ -60,13 +60,14 @@ def _crowds(section: Section, pair: Pair, effort: Effort) -> None:
         rounds = effort.rounds(3)
         rates: dict[int, list[float]] = {n: [] for n in AT_ONCE}
         slowest: dict[int, list[float]] = {n: [] for n in AT_ONCE}
-        for number in range(-1 if name == "same" else 0, rounds):
+        first = -1 if name == "same" else 0  # the others find everything warm
+        for number in range(first, rounds):
             for n in AT_ONCE if number % 2 else AT_ONCE[::-1]:
                 began, ends, waits = _round(pair, sizes, n)
                 if number >= 0:
                     rates[n].append(sum(sizes) * BLOCK * LAYERS / (max(ends) - began))
                     slowest[n].append(max(waits) / statistics.median(waits))
-            if number <= 0:
+            if number == first:
                 _check(pair, sizes)
         for n in AT_ONCE:
             ratio = Spread.ratio(rates[n], rates[1])

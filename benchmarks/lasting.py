@@ -35,8 +35,8 @@ PEERS, READS, WINDOW = 50, 100_000, 15.0
 STEPS = 10
 #: Reads under way at once, each in blocks of its own.
 AT_ONCE = 32
-#: gRPC ends the threads that it has made under load once they were idle for 20 s.
-QUIET = 30.0
+#: gRPC's own pool of threads, which grows and shrinks with what there is to do: they do not count.
+POOL = "event_engine"
 #: 64 KiB a read.
 BLOCK, BLOCKS, LAYERS = 4096, 8, 2
 #: P polls for ten seconds after the last read; nothing is idle before.
@@ -149,16 +149,9 @@ class _Held:
     @classmethod
     def by(cls, sidecar: Sidecar) -> _Held:
         process = Path("/proc") / str(sidecar.pid)
-        files, threads = (len(list((process / name).iterdir())) for name in ("fd", "task"))
-        return cls(sidecar.memory(), files, threads)
-
-    @classmethod
-    def at_rest(cls, sidecar: Sidecar, threads: int) -> _Held:
-        """Once it has no more than so many threads, if that comes: gRPC makes some under load, and ends them later."""
-        until = time.monotonic() + QUIET
-        while (held := cls.by(sidecar)).threads > threads and time.monotonic() < until:
-            time.sleep(0.5)
-        return held
+        names = [(task / "comm").read_text().strip() for task in (process / "task").iterdir()]
+        files = len(list((process / "fd").iterdir()))
+        return cls(sidecar.memory(), files, sum(name != POOL for name in names))
 
 
 def _reads(section: Section, case: Case, place: Memory, sidecars: dict[str, Sidecar], effort: Effort) -> None:
@@ -167,7 +160,7 @@ def _reads(section: Section, case: Case, place: Memory, sidecars: dict[str, Side
     reads = effort.rounds(READS, 10 * STEPS)
     held = asyncio.run(_in_steps(section, pair, place, reads // STEPS))
     for side in sidecars:
-        first, last = held[0][side], _Held.at_rest(sidecars[side], held[0][side].threads)
+        first, last = held[0][side], held[-1][side]
         growth = last.memory / first.memory - 1
         since = f"{reads:,} reads, since the first {reads // STEPS:,}"
         section.lines.append(Line("6", f"{side}: growth of memory after {since}", round(growth, 5), GROWTH))

@@ -19,7 +19,7 @@ from benchmarks.caches import Case, Memory
 from kvxfer.cli.bench.case import GROUP
 from kvxfer.core.layout import Rank
 from kvxfer.core.pairing import Member, compile_plan
-from kvxfer.core.plan import RowTable
+from kvxfer.core.plan import RowTable, SourcePlan
 from kvxfer.core.resolve import BlockList, Request, SourceRead, resolve
 from kvxfer.memory.handles import FileHandle
 from kvxfer_client.memory import SharedRegion
@@ -41,7 +41,8 @@ class Sample(NamedTuple):
         return self.make + self.move
 
 
-def _agent(name: str) -> Any:
+def new_agent(name: str) -> Any:
+    """An agent with the settings of kvxfer."""
     from kvxfer.xfer.environment import apply_defaults
 
     apply_defaults()
@@ -50,8 +51,16 @@ def _agent(name: str) -> Any:
     return nixl_agent(name, nixl_agent_config(enable_prog_thread=False, capture_telemetry=True))
 
 
+def descriptors_of(case: Case) -> tuple[SourcePlan, SourceRead]:
+    """The rows of both sides, and the descriptors of the read in the order of kvxfer."""
+    member = Member(Rank(), case.layout)
+    plan = compile_plan(member, [member])
+    request = Request([BlockList(GROUP, case.ids("D"))], [BlockList(GROUP, case.ids("P"))], case.tokens)
+    return plan.sources[0], resolve(plan, request).sources[0]
+
+
 def _serve(path: str, size: int) -> tuple[tuple[bytes, int], Any]:
-    agent, region = _agent("raw-target"), SharedRegion.map(FileHandle(path, 0, size))
+    agent, region = new_agent("raw-target"), SharedRegion.map(FileHandle(path, 0, size))
     address = region.numpy(np.uint8, (size,)).ctypes.data
     agent.register_memory([(address, size, 0, "")], "DRAM")
     return (agent.get_agent_metadata(), address), (agent, region)
@@ -74,20 +83,18 @@ class Raw(Aside):
         super().__init__(_serve, str(memory.directory / "P"), memory.files["P"].size, attend=_attend)
         metadata, self._there = self.told
         self._memory = memory
-        self._agent = _agent("raw-reader")
+        self._agent = new_agent("raw-reader")
         self._here = memory.bytes["D"].ctypes.data
         self._agent.register_memory([(self._here, memory.bytes["D"].size, 0, "")], "DRAM")
         self._name = self._agent.add_remote_agent(metadata).decode()
 
     def prepare(self, case: Case) -> RawRead:
         """The lists of a case, and its descriptors in the order of kvxfer."""
-        member = Member(Rank(), case.layout)
-        plan = compile_plan(member, [member])
-        request = Request([BlockList(GROUP, case.ids("D"))], [BlockList(GROUP, case.ids("P"))], case.tokens)
+        plan, read = descriptors_of(case)
         offsets = self._memory.offsets(case)
-        here = self._list("NIXL_INIT_AGENT", plan.sources[0].local, [self._here + o for o in offsets])
-        there = self._list(self._name, plan.sources[0].remote, [self._there + o for o in offsets])
-        return RawRead(self._pipe, self._agent, here, there, resolve(plan, request).sources[0])
+        here = self._list("NIXL_INIT_AGENT", plan.local, [self._here + o for o in offsets])
+        there = self._list(self._name, plan.remote, [self._there + o for o in offsets])
+        return RawRead(self._pipe, self._agent, here, there, read)
 
     def _list(self, name: str, rows: RowTable, addresses: Sequence[int]) -> Any:
         return self._agent.prep_xfer_dlist(name, rows.bind(addresses, [0] * len(addresses)), "DRAM")

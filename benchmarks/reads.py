@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 import statistics
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 
+from benchmarks.bare import Bare
 from benchmarks.caches import Case, Memory, Order, largest, memory
 from benchmarks.raw import Raw, Sample
 from benchmarks.results import Effort, Line, Section, Spread, in_turn
@@ -44,11 +46,21 @@ def run(effort: Effort) -> Section:
         p, d = stack.enter_context(both(place.directory))
         raw = stack.enter_context(Raw(place))
         for case in chosen:
-            _measure(section, case, place, p, d, raw, effort)
+            with Bare(place, case) if case.bytes == MIB else contextlib.nullcontext() as handler:
+                _measure(section, case, place, p, d, raw, handler, effort)
     return section
 
 
-def _measure(section: Section, case: Case, place: Memory, p: Sidecar, d: Sidecar, raw: Raw, effort: Effort) -> None:
+def _measure(
+    section: Section,
+    case: Case,
+    place: Memory,
+    p: Sidecar,
+    d: Sidecar,
+    raw: Raw,
+    handler: Bare | None,
+    effort: Effort,
+) -> None:
     transport = "TCP" if os.environ.get("UCX_TLS") == "tcp" else "CMA"
     pair, bare = Pair(p, d, case, place), raw.prepare(case)
     orders = ["by_remote", "by_local"] if case.order == "scrambled" else []
@@ -68,9 +80,15 @@ def _measure(section: Section, case: Case, place: Memory, p: Sidecar, d: Sidecar
         ours.append((seconds, phases(transfer)))
         return Sample(0.0, seconds)
 
+    calls: dict[str, Callable[[], Sample]] = {}
+    if handler is not None:
+        calls = {name: partial(_call, handler, name) for name in ("Empty", "Nested", "Read")}
+        calls["Read"]()
+        place.check(case)
     seen = in_turn(
         {"kvxfer": read, "raw": bare.once, "empty": lambda: Sample(0.0, d.empty())}
-        | {name: other.once for name, other in others.items()},
+        | {name: other.once for name, other in others.items()}
+        | calls,
         rounds,
         warm_up=2 if case.bytes <= SIZE else 1,
     )
@@ -105,8 +123,9 @@ def _measure(section: Section, case: Case, place: Memory, p: Sidecar, d: Sidecar
     if case.bytes >= SIZE:
         section.lines.append(Line.median("1", f"ReadBlocks / raw, {what}", ratio, MOST))
     if case.bytes == MIB:
-        calls = Spread.of([x / empty for x in (extra.low, extra.median, extra.high)])
-        section.lines.append(Line.median("1", f"ReadBlocks - raw, {what}", calls, CALLS, unit="empty calls"))
+        longer = Spread.of([x / empty for x in (extra.low, extra.median, extra.high)])
+        section.lines.append(Line.median("1", f"ReadBlocks - raw, {what}", longer, CALLS, unit="empty calls"))
+        _tell_bare(section, transport, case, whole, longer)
     if others and case.bytes >= SIZE:
         best = min(("by_remote", "by_local"), key=lambda name: statistics.median(whole[name]))
         against = Spread.ratio(whole["kvxfer"], whole[best])
@@ -114,7 +133,32 @@ def _measure(section: Section, case: Case, place: Memory, p: Sidecar, d: Sidecar
         section.lines.append(Line.median("3", name, against, MOST))
 
 
-def _ms(seconds: list[float]) -> float:
+def _call(handler: Bare, name: str) -> Sample:
+    return Sample(0.0, handler.call(name))
+
+
+def _tell_bare(
+    section: Section, transport: str, case: Case, whole: Mapping[str, Sequence[float]], longer: Spread
+) -> None:
+    """A handler that does the least, beside ReadBlocks: each against an empty call on its own socket."""
+    empty = statistics.median(whole["Empty"])
+    extra = [a - b for a, b in zip(whole["Read"], whole["raw"], strict=True)]
+    section.add(
+        "bare",
+        transport=transport,
+        bytes=case.bytes,
+        empty_ms=_ms(whole["Empty"]),
+        nested_ms=_ms(whole["Nested"]),
+        nested_calls=Spread.of([x / empty for x in whole["Nested"]]).rounded(),
+        bare_ms=_ms(whole["Read"]),
+        bare_calls=Spread.of([x / empty for x in extra]).rounded(),
+        kvxfer_empty_ms=_ms(whole["empty"]),
+        kvxfer_ms=_ms(whole["kvxfer"]),
+        kvxfer_calls=longer.rounded(),
+    )
+
+
+def _ms(seconds: Sequence[float]) -> float:
     return round(statistics.median(seconds) * 1e3, 3)
 
 

@@ -63,6 +63,20 @@ TABLES: Mapping[str, tuple[str, Mapping[str, Cell]]] = {
             "longer by, empty calls": of("extra_calls", "{:.1f}"),
         },
     ),
+    "bare": (
+        "bare",
+        {
+            "transport": of("transport"),
+            "read": sized("bytes"),
+            "bare handler, ms": of("bare_ms"),
+            "longer than raw by, empty calls": spread("bare_calls"),
+            "a call in a call, empty calls": spread("nested_calls"),
+            "empty call, ms": of("empty_ms"),
+            "ReadBlocks, ms": of("kvxfer_ms"),
+            "longer than raw by, its empty calls": spread("kvxfer_calls"),
+            "its empty call, ms": of("kvxfer_empty_ms"),
+        },
+    ),
     "phases": (
         "reads",
         {

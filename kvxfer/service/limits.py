@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
+from kvxfer import files
 from kvxfer.core.leases import MAX_ENGINES, MAX_GRANTS
 from kvxfer.service.readers import MAX_READERS, MAX_READS
 from kvxfer.service.settings import ServiceSettings
@@ -25,8 +26,8 @@ FIXED: Final[Mapping[str, int]] = {
     "max_grants": MAX_GRANTS,
     "max_reading_engines": MAX_ENGINES,
 }
-#: Every name that a LIMIT_EXCEEDED error of this sidecar may tell as ``limit_name``.
-NAMES: Final = frozenset({*SETTINGS, *FIXED})
+#: Every name that a LIMIT_EXCEEDED error of this sidecar may tell as ``limit_name``; the last is the process's own.
+NAMES: Final = frozenset({*SETTINGS, *FIXED, files.NAME})
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +60,7 @@ def limits(settings: ServiceSettings, registrations: Iterable[Registration]) -> 
         "max_leases": most(len(r.leases) for r in known),
         "max_readers": most(len(r.readers) for r in known),
         "max_reads": most(r.readers.most_reads for r in known),
+        files.NAME: files.used(),
     }
-    values = {**{name: int(getattr(settings, name)) for name in SETTINGS}, **FIXED}
+    values = {**{name: int(getattr(settings, name)) for name in SETTINGS}, **FIXED, files.NAME: files.limit()}
     return [Limit(name, value, used.get(name)) for name, value in values.items()]

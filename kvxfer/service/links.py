@@ -20,6 +20,7 @@ from kvxfer.core.errors import KvxferError, Reason
 from kvxfer.core.layout import CacheLayout, MemoryKind
 from kvxfer.core.pairing import Member, PairingOptions, compile_plan
 from kvxfer.core.plan import SourcePlan
+from kvxfer.files import AGENT, FILES
 from kvxfer.service.events import Events
 from kvxfer.service.link import Link, LinkSource, PeerClient, PeerConnector, RemoteRank
 from kvxfer.service.settings import ServiceSettings
@@ -76,7 +77,7 @@ class Links:
         :param options: ``None`` takes whatever was agreed before.
         :param timeout: seconds; the attempt itself goes on for others who wait for it.
         :raises KvxferError: PEER_UNREACHABLE, INCOMPATIBLE_PEER, LAYOUT_MISMATCH, STALE_INCARNATION,
-            PEER_METADATA_INVALID, DEADLINE_EXCEEDED.
+            PEER_METADATA_INVALID, LIMIT_EXCEEDED, DEADLINE_EXCEEDED.
         """
         link = self._links.get(target.engine_id)
         if link is not None and link.serves(target, options):
@@ -159,6 +160,7 @@ class Links:
 
     async def _attempt(self, target: Target, options: PairingOptions, timeout: float) -> Link:
         """One handshake: exchange with all ranks at once, compile, prepare."""
+        FILES.require(2 * AGENT)  # before anybody is asked to attend to a connection that cannot be made
         async with contextlib.AsyncExitStack() as undo:
             clients = []
             for rank in target.ranks:

@@ -92,8 +92,8 @@ class Readers:
             connection could take the last file descriptor.
         """
         now = time.monotonic()
-        if connecting:
-            FILES.require(CONNECTION)
+        if connecting:  # others may be about to as well
+            FILES.require(CONNECTION * (1 + sum(r.connecting is not None for r in self._known.values())))
         reader = self._known.get(key)
         if reader is None:
             if len(self._known) >= MAX_READERS:

@@ -12,10 +12,12 @@ from benchmarks.caches import Case, largest, memory
 from benchmarks.prompts import SHAPES, Prompt
 from benchmarks.results import Effort, Section
 from benchmarks.sidecars import Pair, Sidecar, timed_read
+from kvxfer.core.errors import Reason
 from kvxfer.core.layout import AxisKind
 from kvxfer.core.pairing import Member, compile_plan
 from kvxfer.core.resolve import Request, resolve
 from kvxfer.pb import transfer_pb2 as pb
+from kvxfer.wire.status import from_rpc_error
 
 
 def test_pairing_is_timed_and_its_memory_is_counted() -> None:
@@ -80,18 +82,21 @@ def test_a_sidecar_that_believes_waits_for_no_grant() -> None:
     case = Case(4_096, 4, 2, "scrambled")
     with memory(largest([case])) as place, contextlib.ExitStack() as stack:
         p = stack.enter_context(Sidecar(place.directory, "p"))
-        found = {}
+        found, why = {}, {}
         for name, main in validation.MAINS.items():
             d = stack.enter_context(Sidecar(place.directory, name, main=main))
             pair = Pair(p, d, case, place, name)
             ticket = pair.ticket()
             ticket.lease_token = bytes(16)
-            with contextlib.suppress(grpc.RpcError):
+            try:
                 timed_read(d, pair.request(ticket))
+            except grpc.RpcError as error:
+                why[name] = from_rpc_error(error).reason
             found[name] = place.bytes["D"].any()
             place.bytes["D"][:] = 0
             pair.close()
     assert found == {"checked": False, "unchecked": True}
+    assert why == {"checked": Reason.LEASE_TOKEN_MISMATCH}
 
 
 def test_what_leases_cost_is_measured() -> None:

@@ -15,10 +15,10 @@ from kvxfer.doctor.findings import Status
     [
         (None, 2, 256, Status.OK, "any number of files open: enough to read from 256 engines"),
         (1_048_576, 2, 256, Status.OK, "1,048,576 files open: enough to read from 256 engines"),
-        (1_024, 2, 256, Status.WARNING, "enough to read from about 23 engines; max_peers is 256"),
-        (1_024, 1, 256, Status.WARNING, "enough to read from about 41 engines"),
-        (1_024, 2, 23, Status.OK, "enough to read from 23 engines"),
-        (1_024, 2, 24, Status.WARNING, "about 23 engines; max_peers is 24"),
+        (1_024, 2, 256, Status.WARNING, "enough to read from about 28 engines; max_peers is 256"),
+        (1_024, 1, 256, Status.WARNING, "enough to read from about 52 engines"),
+        (1_024, 2, 28, Status.OK, "enough to read from 28 engines"),
+        (1_024, 2, 29, Status.WARNING, "about 28 engines; max_peers is 29"),
         (200, 2, 256, Status.ERROR, "about 0 engines"),
     ],
 )

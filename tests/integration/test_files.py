@@ -35,7 +35,7 @@ def test_a_link_is_refused_while_there_is_room_left() -> None:
         p, d = (PlainEngine(name, side, 8).register() for name, side in (("p", p_side), ("d", d_side)))
         p.fill(1)
         # Enough for the call, for one of two agents, nearly for both; and then for a reader at P.
-        tried = [(d_side, more) for more in (*range(8, 56, 8), RESERVE + AGENT + 2)] + [(p_side, RESERVE)]
+        tried = [(d_side, more) for more in (*range(8, 56, 8), RESERVE + AGENT + 8)] + [(p_side, RESERVE)]
         for side, more in tried:
             ticket = p.ticket(FEW)
             with may_open(side, more):

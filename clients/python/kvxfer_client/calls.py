@@ -307,7 +307,8 @@ def read(
     :meth:`get_transfer` or :meth:`cancel`.
 
     :param wait: return when the read has ended, and raise if it failed; otherwise return once it is posted.
-    :param timeout: how long the read may take from being posted, seconds; past it the transfer fails.
+    :param timeout: how long the read may take from being posted, seconds; past it the transfer fails.  A handshake that
+        has to come first may take as long.
     :raises KvxferError: as :meth:`prepare`, and TRANSFER_STATE, TRANSFER_CANCELLED, TRANSFER_FAILED, PEER_LOST,
         DEADLINE_EXCEEDED, LEASE_UNKNOWN, LEASE_EXPIRED, LEASE_TOKEN_MISMATCH.
     """
