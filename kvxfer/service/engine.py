@@ -149,10 +149,8 @@ class EngineService(transfer_pb2_grpc.KvTransferServicer):
         try:
             registration.transfers.post(transfer, timeout)
         except KvxferError as error:
-            # What this call has prepared nobody else knows of; what was prepared before stays as it was.
-            if isinstance(record.source, TransferSpec) and not record.source.transfer_id:
-                await registration.transfers.cancel(transfer, self._settings.drain_timeout)
             if isinstance(record.source, TransferSpec):
+                await registration.transfers.take_back(transfer, error, self._settings.drain_timeout)
                 raise _of_spec(error) from error
             raise
         if record.wait:
@@ -167,11 +165,10 @@ class EngineService(transfer_pb2_grpc.KvTransferServicer):
         :param read: it is read at once, within so many seconds.
         """
         named = spec if spec.transfer_id else replace(spec, transfer_id=new_transfer_id())
-        announce = read is not None and not spec.transfer_id
         try:
             transfers = (registration := self._registrations.get(spec.engine_id)).transfers
             # The transfer is the sidecar's: a caller that goes away while it is made changes nothing.
-            preparing = asyncio.ensure_future(transfers.prepare(named, read=read, announce=announce))
+            preparing = asyncio.ensure_future(transfers.prepare(named, read=read))
             preparing.add_done_callback(looked_at)
             return registration, await asyncio.shield(preparing)
         except KvxferError as error:

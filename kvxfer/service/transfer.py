@@ -82,6 +82,10 @@ class Transfer:
         self.link: Link | None = link
         #: What sources were told of it, by the identity of their ranks.
         self.openings: dict[int, Opening] = {}
+        #: They were told while it was prepared: it is posted at once, or given up.
+        self.announced = False
+        #: It was announced and given up before it was posted; its ID may stand for another one.
+        self.taken_back = False
         #: Of the ticket; a secret.  Needed until every source has been told of the end.
         self.lease_token = spec.ticket.lease_token
         self.promised_tokens: Final = spec.ticket.num_tokens

@@ -43,6 +43,8 @@ log = structlog.get_logger()
 
 #: Requests that may come to more descriptors than this are resolved off the event loop.
 RESOLVE_INLINE: Final = 65_536
+#: What was announced is posted at once.  Where it is not after so many seconds, whoever wanted it is gone.
+ANNOUNCED_TTL: Final = 5.0
 #: What a source says that is about to stop; it serves on what it has granted.
 STOPPING: Final = Reason.SHUTTING_DOWN.value
 
@@ -56,7 +58,7 @@ class Transfers:
         self._known: dict[str, Transfer] = {}
         self._preparing: dict[str, tuple[bytes, asyncio.Future[Transfer]]] = {}
         self._claims: dict[int, str] = {}
-        self._ended: deque[str] = deque()
+        self._ended: deque[Transfer] = deque()
         self._tasks: set[asyncio.Task[None]] = set()
         self._numbers = itertools.count(1)
         self._closing = False
@@ -113,30 +115,33 @@ class Transfers:
 
     # -- preparing -------------------------------------------------------------------------------------------------
 
-    async def prepare(self, spec: TransferSpec, *, read: float | None = None, announce: bool = False) -> Transfer:
+    async def prepare(self, spec: TransferSpec, *, read: float | None = None) -> Transfer:
         """Validate, resolve and make the request; nothing moves.
 
         :param spec: with a transfer ID; the same ID with the same content is the same transfer.
-        :param read: it is read at once, within so many seconds: a handshake may take no longer either, and making the
-            NIXL request is left to :meth:`post`.
-        :param announce: tell the sources already that it is read: they answer while the rest is worked out.  Only for
-            what ends if it cannot be posted: no source should wait for what may be posted later.
+        :param read: it is posted at once (:meth:`post`, or else :meth:`take_back`), to be read within so many seconds.
+            A handshake may take no longer either; the sources are told, and answer while the rest is worked out; and
+            making the NIXL request is left to :meth:`post`.
 
         :raises KvxferError: TRANSFER_ID_REUSED, INCOMPATIBLE_PEER, LIMIT_EXCEEDED, and what the handshake and
             :func:`kvxfer.core.resolve.resolve` raise.
         """
-        if spec.transfer_id in self._known:
-            known = self._known[spec.transfer_id]
+        known = self._known.get(spec.transfer_id)
+        if known is not None and not known.taken_back:
             _check_same(spec, known.digest)
             return known
-        if spec.transfer_id in self._preparing:
+        while spec.transfer_id in self._preparing:
             other, running = self._preparing[spec.transfer_id]
             _check_same(spec, other)
-            return await asyncio.shield(running)
+            try:
+                return await asyncio.shield(running)
+            except KvxferError as error:
+                if error.reason is not Reason.DEADLINE_EXCEEDED:  # which was that of whoever began
+                    raise
         future: asyncio.Future[Transfer] = asyncio.get_running_loop().create_future()
         self._preparing[spec.transfer_id] = (spec.digest, future)
         try:
-            transfer = await self._prepare(spec, read, announce)
+            transfer = await self._prepare(spec, read)
         except BaseException as error:
             future.set_exception(
                 error
@@ -150,7 +155,7 @@ class Transfers:
         future.set_result(transfer)
         return transfer
 
-    async def _prepare(self, spec: TransferSpec, read: float | None, announce: bool) -> Transfer:
+    async def _prepare(self, spec: TransferSpec, read: float | None) -> Transfer:
         if self._closing:
             raise KvxferError(Reason.SHUTTING_DOWN, "the cache is being unregistered")
         mine = self._registration.identity.compatibility_key
@@ -166,38 +171,40 @@ class Transfers:
         peer = spec.ticket.engine_id
         self.room.take(peer, 1)
         try:
-            return await self._prepare_within(spec, read, announce)
+            return await self._prepare_within(spec, read)
         except BaseException:
             self.room.give(peer, 1)
             raise
 
-    async def _prepare_within(self, spec: TransferSpec, read: float | None, announce: bool) -> Transfer:
+    async def _prepare_within(self, spec: TransferSpec, read: float | None) -> Transfer:
         try:
-            transfer, link = await self._prepare_once(spec, read, announce)
+            transfer, link = await self._prepare_once(spec, read)
         except KvxferError as error:
             # The link was lost while it was being used: the next one may be as good.
             if error.reason not in (Reason.NO_HANDSHAKE, Reason.SHUTTING_DOWN) or self._closing:
                 raise
-            transfer, link = await self._prepare_once(spec, read, announce)
+            transfer, link = await self._prepare_once(spec, read)
+        self._known.pop(spec.transfer_id, None)  # one that was taken back; the last is the newest
         self._known[spec.transfer_id] = transfer
         self._arm(transfer, link)
         self.watchers.tell(transfer)
         return transfer
 
-    async def _prepare_once(self, spec: TransferSpec, read: float | None, announce: bool) -> tuple[Transfer, Link]:
+    async def _prepare_once(self, spec: TransferSpec, read: float | None) -> tuple[Transfer, Link]:
         limit = self._settings.handshake_timeout
         link = await self._registration.links.get(spec.target, None, limit if read is None else min(limit, read))
         link.hold()
         try:
-            return await self._make(spec, link, read, announce), link
+            return await self._make(spec, link, read), link
         except BaseException:
             link.let_go()
             raise
 
-    async def _make(self, spec: TransferSpec, link: Link, read: float | None, announce: bool) -> Transfer:
+    async def _make(self, spec: TransferSpec, link: Link, read: float | None) -> Transfer:
         transfer = Transfer(spec, link, next(self._numbers))
         try:
-            if announce and read is not None:
+            if read is not None:
+                transfer.announced = True
                 for source in link.sources:
                     self._telling.announce(transfer, source, read)
                 await asyncio.sleep(0)  # the calls go out with the loop's next turn
@@ -241,7 +248,7 @@ class Transfers:
 
     def _arm(self, transfer: Transfer, link: Link) -> None:
         """A prepared transfer that nobody reads, or whose peer is lost, does not stay for ever."""
-        ttl = self._settings.prepared_ttl
+        ttl = min(self._settings.prepared_ttl, ANNOUNCED_TTL) if transfer.announced else self._settings.prepared_ttl
         why = f"transfer {transfer.id} was prepared and not read within {ttl:g} s"
         late = KvxferError(Reason.TRANSFER_CANCELLED, why, ttl_s=ttl)
         timer = asyncio.get_running_loop().call_later(ttl, self._give_up, transfer, Event.CANCEL, late)
@@ -258,12 +265,19 @@ class Transfers:
         transfer.disarm = disarm
 
     def _give_up(self, transfer: Transfer, event: Event, error: KvxferError) -> None:
-        """End a transfer that was never posted."""
+        """End a transfer that was never posted.  Of one that was announced, the ID is free again."""
         link = transfer.link
         if transfer.state is State.PREPARED and link is not None:
             transfer.disarm()
+            transfer.taken_back = transfer.announced
             self._decide(transfer, event, error)
             self._start(self._let_go(transfer, link, posted=False))
+
+    async def take_back(self, transfer: Transfer, why: KvxferError, timeout: float) -> None:
+        """What was announced and cannot be posted is as if it had never been: no source is to wait for it."""
+        if transfer.announced and transfer.state is State.PREPARED:
+            self._give_up(transfer, Event.CANCEL, why)
+            await _within(transfer.finished.wait(), timeout)
 
     # -- reading ---------------------------------------------------------------------------------------------------
 
@@ -407,9 +421,11 @@ class Transfers:
         transfer.finished.set()
         self.room.give(transfer.remote_engine_id, 1)
         self.watchers.tell(transfer)
-        self._ended.append(transfer.id)
+        self._ended.append(transfer)
         while len(self._ended) > self._settings.kept_transfers:
-            del self._known[self._ended.popleft()]
+            oldest = self._ended.popleft()
+            if self._known.get(oldest.id) is oldest:  # its ID may have been given to another
+                del self._known[oldest.id]
         try:
             with link.leaving():
                 await self._telling.close(transfer, link, openings, sources if posted else None)
@@ -444,8 +460,7 @@ class Transfers:
             self._give_up(transfer, Event.CANCEL, error)
         elif not transfer.stop.done():
             transfer.stop.set_result(error)
-        with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(transfer.finished.wait(), timeout)
+        await _within(transfer.finished.wait(), timeout)
 
     async def drain(self, timeout: float) -> bool:
         """Take nothing new, cancel everything, and wait at most ``timeout`` seconds until all has ended."""
@@ -498,6 +513,11 @@ class Transfers:
 async def _make_read(link: Link, source: LinkSource, part: SourceRead, notice: bytes, *, now: bool) -> XferRead:
     ours, theirs = part.local_indices, part.remote_indices
     return await link.engine.make_read(source.local, ours, source.remote, theirs, notice, now=now)
+
+
+async def _within(waiting: Coroutine[Any, Any, Any], seconds: float) -> None:
+    with contextlib.suppress(asyncio.TimeoutError):
+        await asyncio.wait_for(waiting, seconds)
 
 
 def new_transfer_id() -> str:

@@ -15,6 +15,7 @@ from kvxfer.service import opening, transfers
 from kvxfer.service.link import LinkSource
 from kvxfer.wire.fields import MAX_SECONDS
 from kvxfer.wire.peer import CloseRead, Outcome
+from kvxfer.wire.requests import spec_from_pb
 from tests.support.errors import refusal
 from tests.support.loopback import Reading, soon
 
@@ -31,7 +32,7 @@ def open_at_p(reading: Reading) -> int:
 
 
 @pytest.mark.parametrize("name", ["", "t1"], ids=["anonymous", "named"])
-async def test_what_nobody_can_name_is_announced_while_it_is_resolved(
+async def test_what_is_read_is_announced_while_it_is_resolved(
     reading: Reading, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await reading.good()
@@ -50,24 +51,59 @@ async def test_what_nobody_can_name_is_announced_while_it_is_resolved(
     monkeypatch.setattr(transfers, "resolve", resolving)
     done = (await reading.stub.ReadBlocks(reading.request(name))).transfer
     assert done.state == pb.TRANSFER_STATE_DONE
-    # What has a name may stay prepared: no source is to wait for it.
-    assert events == (["resolve", "OpenRead"] if name else ["OpenRead", "resolve"])
+    assert events == ["OpenRead", "resolve"]
 
 
-async def test_what_cannot_be_posted_is_taken_back(reading: Reading) -> None:
+@pytest.mark.parametrize("name", ["", "t2"], ids=["anonymous", "named"])
+async def test_what_cannot_be_posted_is_taken_back(reading: Reading, name: str) -> None:
     await reading.good()
     reading.fabric.hold()
     await reading.stub.ReadBlocks(reading.request("t1", wait=False))
     await soon(lambda: open_at_p(reading) == 2)
     ticket = reading.ticket()
-    again = reading.d.request(ticket, reading.d_lists)
-    assert (await refusal(reading.stub.ReadBlocks(again))).reason is Reason.LOCAL_BLOCK_BUSY
+    again = reading.d.request(ticket, reading.d_lists, transfer_id=name)
+    for _ in range(2):
+        assert (await refusal(reading.stub.ReadBlocks(again))).reason is Reason.LOCAL_BLOCK_BUSY
     await soon(lambda: open_at_p(reading) == 2)  # that of t1
+    if name:
+        was = await reading.d.get(name)
+        assert (was.state, was.quiesced) == (pb.TRANSFER_STATE_CANCELLED, True)
     reading.fabric.let_go()
     await reading.stub.ReadBlocks(pb.ReadBlocksRequest(engine_id="engine-d", transfer_id="t1"))
-    # Nothing was read, so the request is still there to be read.
+    # Nothing was read, so the request is still there to be read, and a name is free again.
     assert (await reading.stub.ReadBlocks(again)).transfer.state == pb.TRANSFER_STATE_DONE
+    if name:
+        assert (await reading.d.get(name)).state == pb.TRANSFER_STATE_DONE
     await soon(lambda: open_at_p(reading) == 0)
+
+
+async def test_what_was_announced_and_is_not_posted_is_given_up(
+    reading: Reading, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever wanted it has hung up: no source waits for as long as a prepared transfer may stay."""
+    await reading.good()
+    monkeypatch.setattr(transfers, "ANNOUNCED_TTL", 0.05)
+    registered = reading.d.nodes[0].sidecar.registrations.get("engine-d")
+    prepared = await registered.transfers.prepare(spec_from_pb(reading.request("t1").spec), read=5.0)
+    await soon(lambda: open_at_p(reading) == 2)
+    await soon(lambda: open_at_p(reading) == 0)
+    assert prepared.error is not None
+    assert "not read within 0.05 s" in prepared.error.message
+    done = (await reading.stub.ReadBlocks(reading.request("t1"))).transfer
+    assert done.state == pb.TRANSFER_STATE_DONE
+
+
+async def test_a_name_that_was_prepared_before_stays_prepared(reading: Reading) -> None:
+    await reading.good()
+    reading.fabric.hold()
+    await reading.stub.ReadBlocks(reading.request("t1", wait=False))
+    prepared = reading.request("t2")
+    await reading.stub.PrepareTransfer(pb.PrepareTransferRequest(spec=prepared.spec))
+    assert (await refusal(reading.stub.ReadBlocks(prepared))).reason is Reason.LOCAL_BLOCK_BUSY
+    assert (await reading.d.get("t2")).state == pb.TRANSFER_STATE_PREPARED
+    reading.fabric.let_go()
+    await reading.stub.ReadBlocks(pb.ReadBlocksRequest(engine_id="engine-d", transfer_id="t1"))
+    assert (await reading.stub.ReadBlocks(prepared)).transfer.state == pb.TRANSFER_STATE_DONE
 
 
 async def test_what_cannot_be_resolved_is_taken_back(reading: Reading) -> None:
