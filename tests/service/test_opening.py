@@ -17,7 +17,7 @@ from kvxfer.wire.fields import MAX_SECONDS
 from kvxfer.wire.peer import CloseRead, Outcome
 from kvxfer.wire.requests import spec_from_pb
 from tests.support.errors import refusal
-from tests.support.loopback import Reading, soon
+from tests.support.loopback import Cluster, Reading, soon
 
 
 def source_of(reading: Reading) -> LinkSource:
@@ -64,10 +64,11 @@ async def test_what_cannot_be_posted_is_taken_back(reading: Reading, name: str) 
     again = reading.d.request(ticket, reading.d_lists, transfer_id=name)
     for _ in range(2):
         assert (await refusal(reading.stub.ReadBlocks(again))).reason is Reason.LOCAL_BLOCK_BUSY
-    await soon(lambda: open_at_p(reading) == 2)  # that of t1
     if name:
         was = await reading.d.get(name)
         assert (was.state, was.quiesced) == (pb.TRANSFER_STATE_CANCELLED, True)
+        assert "still being written by transfer t1" in was.error.message
+    await soon(lambda: open_at_p(reading) == 2)  # that of t1
     reading.fabric.let_go()
     await reading.stub.ReadBlocks(pb.ReadBlocksRequest(engine_id="engine-d", transfer_id="t1"))
     # Nothing was read, so the request is still there to be read, and a name is free again.
@@ -91,6 +92,24 @@ async def test_what_was_announced_and_is_not_posted_is_given_up(
     assert "not read within 0.05 s" in prepared.error.message
     done = (await reading.stub.ReadBlocks(reading.request("t1"))).transfer
     assert done.state == pb.TRANSFER_STATE_DONE
+
+
+async def test_a_name_that_was_given_again_outlives_the_former_one(cluster: Cluster) -> None:
+    """What is forgotten is the transfer that was taken back, not the one that has its name now."""
+    p = await cluster.engine("engine-p", [await cluster.node()])
+    d = await cluster.engine("engine-d", [await cluster.node(kept_transfers=1)])
+    reading = Reading(cluster, p, d)
+    await reading.good()
+    reading.fabric.hold()
+    await reading.stub.ReadBlocks(reading.request("t1", wait=False))
+    assert (await refusal(reading.stub.ReadBlocks(reading.request("t2")))).reason is Reason.LOCAL_BLOCK_BUSY
+    await reading.stub.ReadBlocks(reading.request("t2", first=8, wait=False))  # other content: it is another one
+    await reading.stub.PrepareTransfer(pb.PrepareTransferRequest(spec=reading.request("t3").spec))
+    await reading.d.cancel("t3")  # and with this there are more than are kept
+    assert (await reading.d.get("t2")).state == pb.TRANSFER_STATE_POSTED
+    reading.fabric.let_go()
+    done = await reading.stub.ReadBlocks(pb.ReadBlocksRequest(engine_id="engine-d", transfer_id="t2"))
+    assert done.transfer.state == pb.TRANSFER_STATE_DONE
 
 
 async def test_a_name_that_was_prepared_before_stays_prepared(reading: Reading) -> None:

@@ -32,14 +32,14 @@ class FakePeer(peer_pb2_grpc.KvPeerServicer):
     def __init__(self, real: Any) -> None:
         self._real = real
         self.answer: peer_pb2.ExchangeResponse | None = None
-        self.silent = False
+        self.speaks = asyncio.Event()
+        self.speaks.set()
         self.refuse_reads = False
         self.closed: list[peer_pb2.ReadEnd] = []
         self.readers: list[str] = []
 
     async def Exchange(self, request: peer_pb2.ExchangeRequest, context: Any) -> peer_pb2.ExchangeResponse:
-        if self.silent:
-            await asyncio.sleep(60)
+        await self.speaks.wait()
         if self.answer is not None and not request.goodbye:
             return self.answer
         answer: peer_pb2.ExchangeResponse = await self._real.Exchange(request)
@@ -202,7 +202,7 @@ async def test_a_layout_that_cannot_be_paired(reading: Reading, fake: FakePeer) 
 
 async def test_a_peer_that_does_not_answer(reading: Reading, fake: FakePeer) -> None:
     """The call ends within its time, and other engines are not held up."""
-    fake.silent = True
+    fake.speaks.clear()
     request = through(reading, fake)
     request.engine.engine_id = "engine-q"
     waiting = asyncio.ensure_future(refusal(reading.stub.Handshake(request)))
@@ -225,6 +225,24 @@ async def test_a_peer_that_does_not_answer(reading: Reading, fake: FakePeer) -> 
     error = await refusal(e.nodes[0].stub.Handshake(request))
     assert error.reason in (Reason.PEER_UNREACHABLE, Reason.DEADLINE_EXCEEDED)
     await reading.good()
+
+
+async def test_each_caller_of_one_transfer_has_a_time_of_its_own(reading: Reading, fake: FakePeer) -> None:
+    """The first one's is over while the peer is silent; whoever waits with it goes on."""
+    fake.speaks.clear()
+    read = reading.request("t1")
+    read.spec.ticket.ranks[0].address = fake.address  # type: ignore[attr-defined]
+    hasty = pb.ReadBlocksRequest()
+    hasty.CopyFrom(read)
+    hasty.timeout.FromMilliseconds(300)
+    first = asyncio.ensure_future(refusal(reading.stub.ReadBlocks(hasty)))
+    registration = reading.d.nodes[0].sidecar.registrations.get("engine-d")
+    await soon(lambda: registration.transfers.room.taken == 1)
+    second = asyncio.ensure_future(reading.stub.ReadBlocks(read))
+    error = await first
+    assert (error.reason, error.metadata["timeout_s"]) == (Reason.DEADLINE_EXCEEDED, "0.3")
+    fake.speaks.set()
+    assert (await second).transfer.state == pb.TRANSFER_STATE_DONE
 
 
 async def test_a_read_that_the_peer_does_not_confirm_does_not_count(reading: Reading, fake: FakePeer) -> None:
