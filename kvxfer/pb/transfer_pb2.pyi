@@ -1011,7 +1011,9 @@ class ReadBlocksRequest(_message.Message):
     """
     @_builtins.property
     def spec(self) -> Global___TransferSpec:
-        """Prepare and read in one call."""
+        """Prepare and read in one call.  Where what this call has prepared cannot be posted, nothing stays prepared, and its
+        transfer_id may be used again.
+        """
 
     @_builtins.property
     def timeout(self) -> _duration_pb2.Duration:
