@@ -5,12 +5,11 @@ from __future__ import annotations
 import contextlib
 import os
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
 
 from benchmarks.bare import Bare
 from benchmarks.caches import Case, Memory, Order, largest, memory
-from benchmarks.raw import Raw, Sample
+from benchmarks.raw import Raw, RawRead, Sample
 from benchmarks.results import Effort, Line, Section, Spread, in_turn
 from benchmarks.sidecars import Pair, Sidecar, both, phases
 
@@ -80,20 +79,16 @@ def _measure(
         ours.append((seconds, phases(transfer)))
         return Sample(0.0, seconds)
 
-    calls: dict[str, Callable[[], Sample]] = {}
-    if handler is not None:
-        calls = {name: partial(_call, handler, name) for name in ("Empty", "Nested", "Read")}
-        calls["Read"]()
-        place.check(case)
     seen = in_turn(
         {"kvxfer": read, "raw": bare.once, "empty": lambda: Sample(0.0, d.empty())}
-        | {name: other.once for name, other in others.items()}
-        | calls,
+        | {name: other.once for name, other in others.items()},
         rounds,
         warm_up=2 if case.bytes <= SIZE else 1,
     )
     ours = ours[-rounds:]
     place.check(case)
+    if handler is not None:
+        _beside_bare(section, transport, case, place, handler, pair, bare, rounds)
     pair.close()
     bare.close()
     whole = {name: [s.whole for s in samples] for name, samples in seen.items()}
@@ -125,7 +120,6 @@ def _measure(
     if case.bytes == MIB:
         longer = Spread.of([x / empty for x in (extra.low, extra.median, extra.high)])
         section.lines.append(Line.median("1", f"ReadBlocks - raw, {what}", longer, CALLS, unit="empty calls"))
-        _tell_bare(section, transport, case, whole, longer)
     if others and case.bytes >= SIZE:
         best = min(("by_remote", "by_local"), key=lambda name: statistics.median(whole[name]))
         against = Spread.ratio(whole["kvxfer"], whole[best])
@@ -133,28 +127,48 @@ def _measure(
         section.lines.append(Line.median("3", name, against, MOST))
 
 
-def _call(handler: Bare, name: str) -> Sample:
-    return Sample(0.0, handler.call(name))
-
-
-def _tell_bare(
-    section: Section, transport: str, case: Case, whole: Mapping[str, Sequence[float]], longer: Spread
+def _beside_bare(
+    section: Section,
+    transport: str,
+    case: Case,
+    place: Memory,
+    handler: Bare,
+    pair: Pair,
+    raw: RawRead,
+    rounds: int,
 ) -> None:
-    """A handler that does the least, beside ReadBlocks: each against an empty call on its own socket."""
-    empty = statistics.median(whole["Empty"])
-    extra = [a - b for a, b in zip(whole["Read"], whole["raw"], strict=True)]
+    """A handler that does the least, and ReadBlocks; of either no two calls follow each other, so none is warmer."""
+    handler.call("Read")
+    place.check(case)
+    seen = in_turn(
+        {
+            "Empty": lambda: handler.call("Empty"),
+            "kvxfer": lambda: pair.read()[0],
+            "Nested": lambda: handler.call("Nested"),
+            "empty": pair.d.empty,
+            "Read": lambda: handler.call("Read"),
+            "raw": lambda: raw.once().whole,
+        },
+        rounds,
+    )
+    place.check(case)
+
+    def longer(whole: str, empty: str) -> list[float]:
+        one = statistics.median(seen[empty])
+        return Spread.of([(a - b) / one for a, b in zip(seen[whole], seen["raw"], strict=True)]).rounded()
+
     section.add(
         "bare",
         transport=transport,
         bytes=case.bytes,
-        empty_ms=_ms(whole["Empty"]),
-        nested_ms=_ms(whole["Nested"]),
-        nested_calls=Spread.of([x / empty for x in whole["Nested"]]).rounded(),
-        bare_ms=_ms(whole["Read"]),
-        bare_calls=Spread.of([x / empty for x in extra]).rounded(),
-        kvxfer_empty_ms=_ms(whole["empty"]),
-        kvxfer_ms=_ms(whole["kvxfer"]),
-        kvxfer_calls=longer.rounded(),
+        raw_ms=_ms(seen["raw"]),
+        empty_ms=_ms(seen["Empty"]),
+        nested_calls=Spread.ratio(seen["Nested"], [statistics.median(seen["Empty"])] * rounds).rounded(),
+        bare_ms=_ms(seen["Read"]),
+        bare_calls=longer("Read", "Empty"),
+        kvxfer_empty_ms=_ms(seen["empty"]),
+        kvxfer_ms=_ms(seen["kvxfer"]),
+        kvxfer_calls=longer("kvxfer", "empty"),
     )
 
 

@@ -68,6 +68,7 @@ TABLES: Mapping[str, tuple[str, Mapping[str, Cell]]] = {
         {
             "transport": of("transport"),
             "read": sized("bytes"),
+            "raw, ms": of("raw_ms"),
             "bare handler, ms": of("bare_ms"),
             "longer than raw by, empty calls": spread("bare_calls"),
             "a call in a call, empty calls": spread("nested_calls"),
