@@ -1012,7 +1012,7 @@ class ReadBlocksRequest(_message.Message):
     @_builtins.property
     def spec(self) -> Global___TransferSpec:
         """Prepare and read in one call.  Where what this call has prepared cannot be posted, nothing stays prepared, and its
-        transfer_id may be used again.
+        transfer_id may be used again, unless it is cancelled.
         """
 
     @_builtins.property

@@ -84,7 +84,7 @@ class Transfer:
         self.openings: dict[int, Opening] = {}
         #: They were told while it was prepared: it is posted at once, or given up.
         self.announced = False
-        #: It was announced and given up before it was posted; its ID may stand for another one.
+        #: It was announced and could not be posted; its ID may stand for another one.
         self.taken_back = False
         #: Of the ticket; a secret.  Needed until every source has been told of the end.
         self.lease_token = spec.ticket.lease_token

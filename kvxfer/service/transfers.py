@@ -126,11 +126,13 @@ class Transfers:
         :raises KvxferError: TRANSFER_ID_REUSED, INCOMPATIBLE_PEER, LIMIT_EXCEEDED, and what the handshake and
             :func:`kvxfer.core.resolve.resolve` raise.
         """
-        known = self._known.get(spec.transfer_id)
-        if known is not None and not known.taken_back:
-            _check_same(spec, known.digest)
-            return known
-        while spec.transfer_id in self._preparing:
+        while True:
+            known = self._known.get(spec.transfer_id)
+            if known is not None and not known.taken_back:
+                _check_same(spec, known.digest)
+                return known
+            if spec.transfer_id not in self._preparing:
+                break
             other, running = self._preparing[spec.transfer_id]
             _check_same(spec, other)
             try:
@@ -265,17 +267,17 @@ class Transfers:
         transfer.disarm = disarm
 
     def _give_up(self, transfer: Transfer, event: Event, error: KvxferError) -> None:
-        """End a transfer that was never posted.  Of one that was announced, the ID is free again."""
+        """End a transfer that was never posted."""
         link = transfer.link
         if transfer.state is State.PREPARED and link is not None:
             transfer.disarm()
-            transfer.taken_back = transfer.announced
             self._decide(transfer, event, error)
             self._start(self._let_go(transfer, link, posted=False))
 
     async def take_back(self, transfer: Transfer, why: KvxferError, timeout: float) -> None:
         """What was announced and cannot be posted is as if it had never been: no source is to wait for it."""
         if transfer.announced and transfer.state is State.PREPARED:
+            transfer.taken_back = True
             self._give_up(transfer, Event.CANCEL, why)
             await _within(transfer.finished.wait(), timeout)
 
@@ -453,7 +455,11 @@ class Transfers:
     # -- ending ----------------------------------------------------------------------------------------------------
 
     async def cancel(self, transfer: Transfer, timeout: float) -> None:
-        """Cancel, and wait at most ``timeout`` seconds until the local blocks are safe to reuse."""
+        """Cancel, and wait at most ``timeout`` seconds until the local blocks are safe to reuse.
+
+        That is final, also of one that was taken back: no late call with its ID may write them.
+        """
+        transfer.taken_back = False
         why = f"transfer {transfer.id} was cancelled"
         error = KvxferError(Reason.TRANSFER_CANCELLED, why, transfer_id=transfer.id)
         if transfer.state is State.PREPARED:

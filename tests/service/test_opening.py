@@ -90,8 +90,22 @@ async def test_what_was_announced_and_is_not_posted_is_given_up(
     await soon(lambda: open_at_p(reading) == 0)
     assert prepared.error is not None
     assert "not read within 0.05 s" in prepared.error.message
-    done = (await reading.stub.ReadBlocks(reading.request("t1"))).transfer
-    assert done.state == pb.TRANSFER_STATE_DONE
+    # Its blocks were told to be quiet: whoever comes late may not write them.
+    assert (await refusal(reading.stub.ReadBlocks(reading.request("t1")))).reason is Reason.TRANSFER_CANCELLED
+
+
+async def test_a_name_that_was_cancelled_is_not_free(reading: Reading) -> None:
+    """Not even where it was before: its caller reuses the blocks."""
+    await reading.good()
+    reading.fabric.hold()
+    await reading.stub.ReadBlocks(reading.request("t1", wait=False))
+    assert (await refusal(reading.stub.ReadBlocks(reading.request("t2")))).reason is Reason.LOCAL_BLOCK_BUSY
+    await reading.d.cancel("t2")
+    reading.fabric.let_go()
+    await reading.stub.ReadBlocks(pb.ReadBlocksRequest(engine_id="engine-d", transfer_id="t1"))
+    late = await refusal(reading.stub.ReadBlocks(reading.request("t2")))
+    assert "still being written by transfer t1" in late.message
+    assert (await reading.d.get("t2")).state == pb.TRANSFER_STATE_CANCELLED
 
 
 async def test_a_name_that_was_given_again_outlives_the_former_one(cluster: Cluster) -> None:
