@@ -56,6 +56,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
+        self._wrapped: dict[str, grpc.RpcMethodHandler[Any, Any]] = {}
         for name in NAMES:
             metrics.limit_refusals.add((name,), 0)
         for service in SERVICES:
@@ -67,24 +68,26 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler[Any, Any] | None:
-        """Wrap the handlers of our own services; health and reflection answer for themselves."""
-        handler = await continuation(handler_call_details)
+        """Wrap the handlers of our own services, once; health and reflection answer for themselves."""
         method: str = handler_call_details.method
+        if (known := self._wrapped.get(method)) is not None:
+            return known
+        handler = await continuation(handler_call_details)
         if handler is None or not method.startswith("/kvxfer."):
             return handler
+        tally = Tally(self._metrics, method)
         if handler.unary_unary is not None:
-            return grpc.unary_unary_rpc_method_handler(
-                _unary(handler.unary_unary, method, Tally(self._metrics, method)),
-                _decoder(handler),
-                handler.response_serializer,
+            wrapped = grpc.unary_unary_rpc_method_handler(
+                _unary(handler.unary_unary, method, tally), _decoder(handler), handler.response_serializer
             )
-        if handler.unary_stream is not None:
-            return grpc.unary_stream_rpc_method_handler(
-                _stream(handler.unary_stream, method, Tally(self._metrics, method)),
-                _decoder(handler),
-                handler.response_serializer,
+        elif handler.unary_stream is not None:
+            wrapped = grpc.unary_stream_rpc_method_handler(
+                _stream(handler.unary_stream, method, tally), _decoder(handler), handler.response_serializer
             )
-        return handler
+        else:
+            return handler
+        self._wrapped[method] = wrapped  # of methods that there are only
+        return wrapped
 
 
 class Tally:

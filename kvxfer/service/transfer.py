@@ -116,6 +116,11 @@ class Transfer:
         """What is being read with."""
         return [p.live for p in self.parts if p.live is not None]
 
+    @property
+    def results(self) -> list[ReadResult]:
+        """Of the reads that are done."""
+        return [p.result for p in self.parts if p.result is not None]
+
     def digest_of(self, blocks: BlockList) -> bytes:
         """Over the blocks of one group of the other side; computed once for all its ranks."""
         if blocks.group not in self._digests:

@@ -34,7 +34,7 @@ from kvxfer.service.transfer import Live, Part, Totals, Transfer
 from kvxfer.service.watch import Watchers
 from kvxfer.wire.requests import TransferSpec
 from kvxfer.xfer.api import Read as XferRead
-from kvxfer.xfer.api import ReadResult, ReadState
+from kvxfer.xfer.api import ReadState
 
 if TYPE_CHECKING:
     from kvxfer.service.registrations import Registration
@@ -333,6 +333,7 @@ class Transfers:
             link.lose(fault)
         transfer.timings.total = time.perf_counter() - posted
         self._decide(transfer, event, fault)
+        await asyncio.sleep(0)  # whoever waits for the outcome is answered first
         await self._let_go(transfer, link, posted=True)
 
     async def _read(self, transfer: Transfer, link: Link, part: Part, live: Live, timeout: float) -> None:
@@ -371,26 +372,24 @@ class Transfers:
         return Event.COMPLETE, None
 
     def _decide(self, transfer: Transfer, event: Event, error: KvxferError | None) -> None:
-        """Give a transfer its outcome.  From here on nothing but :meth:`_let_go` touches it."""
+        """Give a transfer its outcome.  From here on nothing but :meth:`_let_go` touches it, which is to follow."""
         transfer.error = None if error is None else error.bare()
-        results = [p.result for p in transfer.parts if p.result is not None]
+        results = transfer.results
         for name, attribute in (("queue", "queue_seconds"), ("post", "post_seconds"), ("move", "move_seconds")):
             if results:
                 setattr(transfer.timings, name, max(getattr(r, attribute) for r in results))
         if transfer.timings.make is None:
             transfer.timings.make = max((live.read.make_seconds for live in transfer.live), default=None)
         self._move(transfer, event)
-        if transfer.state is State.DONE:
-            self._look_at(transfer, results)
-            self._free(transfer)  # its caller may reuse the blocks at once
         transfer.settled.set()
 
-    def _look_at(self, transfer: Transfer, results: list[ReadResult]) -> None:
+    def _look_at(self, transfer: Transfer, link: Link) -> None:
         """See how the bytes have come, where it was looked at."""
-        link, look = transfer.link, transfer.look
-        if link is not None and look is not None:
-            probe = self._registration.probe
-            link.found(probe.see(look, transfer.bytes, results, one_host=link.on_one_host))
+        if transfer.look is not None:
+            found = self._registration.probe.see(
+                transfer.look, transfer.bytes, transfer.results, one_host=link.on_one_host
+            )
+            link.found(found)
 
     def _free(self, transfer: Transfer) -> None:
         """The local blocks of a posted transfer are nobody's any more."""
@@ -401,6 +400,12 @@ class Transfers:
 
     async def _let_go(self, transfer: Transfer, link: Link, *, posted: bool) -> None:
         """Wait until the library has let go of a decided transfer, and give everything back."""
+        draining = transfer.state not in life.QUIESCENT
+        if transfer.state is State.DONE:
+            self._look_at(transfer, link)
+            self._free(transfer)  # its caller may reuse the blocks at once
+        if not draining:
+            self._registration.events.transfer_ended(transfer)
         for read in [live.read for live in transfer.live]:
             if read.kept:
                 await link.cut(KvxferError(Reason.PEER_LOST, "a read failed of which some may still be under way"))
@@ -415,10 +420,10 @@ class Transfers:
                 log.debug("request not released", transfer=transfer.id, error=str(error))
         sources = {id(live.source.rank) for live in transfer.live}
         openings = tuple(transfer.openings.values())
-        held = transfer.state not in life.QUIESCENT
         self._move(transfer, Event.QUIESCED)
-        if held:
+        if draining:
             self._free(transfer)
+            self._registration.events.transfer_ended(transfer)
         transfer.forget_details()
         transfer.finished.set()
         self.room.give(transfer.remote_engine_id, 1)
@@ -496,7 +501,6 @@ class Transfers:
             return
         if transfer.state in life.FINAL_STATES:
             transfer.ended = time.time()
-            self._registration.events.transfer_ended(transfer)
         if transfer.state is State.DONE:
             self.totals.done += 1
             self.totals.bytes_read += transfer.bytes

@@ -275,7 +275,7 @@ class LanedEngine:
                 self._busy(lane, part)
         if len(waits) == 1:
             return waits[0]
-        return asyncio.ensure_future(self._joined(read, waits))
+        return self._joined(read, waits)
 
     def _busy(self, lane: PumpedEngine, part: Read) -> None:
         """Count a part as its lane's load until it has quiesced."""
@@ -290,25 +290,38 @@ class LanedEngine:
         quiet.add_done_callback(self._tasks.discard)
         quiet.add_done_callback(ended)
 
-    async def _joined(self, read: LanedRead, waits: Sequence[asyncio.Future[ReadResult]]) -> ReadResult:
+    def _joined(self, read: LanedRead, waits: Sequence[asyncio.Future[ReadResult]]) -> asyncio.Future[ReadResult]:
         """The result of all parts; the first failure is that of the whole, and the other parts end with their piece."""
-        try:
-            results = await asyncio.gather(*waits)
-        except BaseException:
-            for wait in waits:
-                wait.cancel()
-            await asyncio.gather(*waits, return_exceptions=True)
-            raise
-        if read.notification:
-            self._tell(read)
-        told = [r.telemetry for r in results if r.telemetry is not None]
-        return ReadResult(
-            bytes=sum(r.bytes for r in results),
-            queue_seconds=max(r.queue_seconds for r in results),
-            post_seconds=max(r.post_seconds for r in results),
-            move_seconds=max(r.move_seconds for r in results),
-            telemetry=_together(told) if len(told) == len(results) else None,
-        )
+        whole: asyncio.Future[ReadResult] = asyncio.get_running_loop().create_future()
+        failures: list[BaseException] = []
+        left = len(waits)
+
+        def ended(one: asyncio.Future[ReadResult]) -> None:
+            nonlocal left
+            left -= 1
+            failed = asyncio.CancelledError() if one.cancelled() else one.exception()
+            if failed is not None:
+                failures.append(failed)
+                for other in waits:
+                    other.cancel()
+            if left or whole.done():
+                return
+            if failures:
+                whole.set_exception(failures[0])
+                return
+            whole.set_result(_sum_of([wait.result() for wait in waits]))
+            if read.notification:
+                self._tell(read)
+
+        def given_up(_: asyncio.Future[ReadResult]) -> None:
+            if whole.cancelled():
+                for wait in waits:
+                    wait.cancel()
+
+        for wait in waits:
+            wait.add_done_callback(ended)
+        whole.add_done_callback(given_up)
+        return whole
 
     def _tell(self, read: LanedRead) -> None:
         """Send the notification, now that the last byte was read.  Its loss is made good by those who need it."""
@@ -405,6 +418,18 @@ def _cuts(local: Rows, indices: Indices, count: int) -> list[slice]:
     marks = np.searchsorted(ends, [int(ends[-1]) * i // count for i in range(1, count)], "right").tolist()
     edges = [0, *marks, len(indices)]
     return [slice(a, b) for a, b in itertools.pairwise(edges) if a < b]
+
+
+def _sum_of(results: Sequence[ReadResult]) -> ReadResult:
+    """Of parts that moved side by side."""
+    told = [r.telemetry for r in results if r.telemetry is not None]
+    return ReadResult(
+        bytes=sum(r.bytes for r in results),
+        queue_seconds=max(r.queue_seconds for r in results),
+        post_seconds=max(r.post_seconds for r in results),
+        move_seconds=max(r.move_seconds for r in results),
+        telemetry=_together(told) if len(told) == len(results) else None,
+    )
 
 
 def _together(parts: Sequence[Telemetry]) -> Telemetry:
