@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Final
 
 import grpc.aio
@@ -151,13 +152,13 @@ class Sidecar:
             raise
         self._versions = library_versions()
         self._service = EngineService(self.registrations, self._limits, self.peer_address, self._versions)
-        transfer_pb2_grpc.add_KvTransferServicer_to_server(self._service, engine_server)
+        transfer_pb2_grpc.add_KvTransferServicer_to_server(self._service, _by_name(engine_server))
         peer = PeerService(self.registrations)
-        peer_pb2_grpc.add_KvPeerServicer_to_server(peer, peer_server)
+        peer_pb2_grpc.add_KvPeerServicer_to_server(peer, _by_name(peer_server))
         for server, name in ((engine_server, ENGINE_SERVICE), (peer_server, PEER_SERVICE)):
             servicer = health.HealthServicer()
             self._health.append(servicer)
-            health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
+            health_pb2_grpc.add_HealthServicer_to_server(servicer, _by_name(server))
             names = (name, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name, reflection.SERVICE_NAME)
             reflection.enable_server_reflection(names, server)
         self._servers = [engine_server, peer_server]
@@ -361,6 +362,18 @@ def _try_to_bind(found: Sequence[tuple[socket.AddressFamily, Any]]) -> None:
     theirs = [fault for fault in faults if fault.errno == errno.EADDRINUSE]
     if theirs or len(faults) == len(found):
         raise (theirs or faults)[0]
+
+
+def _by_name(server: grpc.aio.Server) -> Any:
+    """A server as the generated code sees it, which finds its methods by their names.
+
+    That code would have every method registered as well; then gRPC waits for a call of each in a future of its own,
+    and looks at all of these futures at every call.
+    """
+    return SimpleNamespace(
+        add_generic_rpc_handlers=server.add_generic_rpc_handlers,
+        add_registered_method_handlers=lambda service, handlers: None,
+    )
 
 
 def _words(error: Exception) -> str:

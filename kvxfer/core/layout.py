@@ -289,7 +289,7 @@ class View:
         return Box(self.base + kernel.offset, kernel.length, dims)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Group:
     """A cache group of the scheduler, with block IDs of its own.
 
@@ -336,7 +336,7 @@ class Group:
                         where, f"state group {self.name}, component {component.name} may not have a token axis"
                     )
 
-    @property
+    @cached_property
     def num_blocks(self) -> int:
         """Block IDs below this exist in every view."""
         return min(v.num_blocks for v in self.views)

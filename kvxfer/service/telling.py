@@ -29,8 +29,10 @@ class Telling:
 
     def ref(self, of: Transfer, rank: RemoteRank) -> ReadRef:
         """What a rank knows a transfer by."""
+        if (known := of.refs.get(id(rank))) is not None:
+            return known
         mine = self._registration.identity.rank
-        return ReadRef(
+        ref = of.refs[id(rank)] = ReadRef(
             engine_id=rank.facts.engine_id,
             rank=rank.facts.rank,
             incarnation=rank.facts.incarnation,
@@ -40,6 +42,7 @@ class Telling:
             readers=mine.tp_size * mine.pp_size,
             transfer_id=told_id(of.id, of.number),
         )
+        return ref
 
     def notice(self, of: Transfer, rank: RemoteRank) -> bytes:
         """The payload of its READ's notification."""

@@ -17,6 +17,7 @@ from kvxfer.service.link import Link, LinkSource
 from kvxfer.service.opening import Opening
 from kvxfer.service.transport import Look
 from kvxfer.wire.blocks import block_digest
+from kvxfer.wire.peer import ReadRef
 from kvxfer.wire.requests import TransferSpec
 from kvxfer.xfer.api import Read as XferRead
 from kvxfer.xfer.api import ReadResult
@@ -88,6 +89,8 @@ class Transfer:
         self.taken_back = False
         #: Of the ticket; a secret.  Needed until every source has been told of the end.
         self.lease_token = spec.ticket.lease_token
+        #: What sources know it by, by the identity of their ranks; they hold the secret as well.
+        self.refs: dict[int, ReadRef] = {}
         self.promised_tokens: Final = spec.ticket.num_tokens
         #: What the ticket says of the other side's blocks.
         self.promised: Sequence[BlockList] = spec.ticket.blocks
@@ -131,6 +134,11 @@ class Transfer:
     def quiesced(self) -> bool:
         """Nothing writes the local blocks."""
         return self.state in life.QUIESCENT
+
+    def forget_secret(self) -> None:
+        """Nobody is told anything of it any more."""
+        self.lease_token = b""
+        self.refs = {}
 
     def forget_details(self) -> None:
         """Keep only what can still be asked for: thousands of ended transfers are remembered."""

@@ -437,7 +437,7 @@ class Transfers:
             with link.leaving():
                 await self._telling.close(transfer, link, openings, sources if posted else None)
         finally:  # also where the registration ends before its sources could be told
-            transfer.lease_token = b""
+            transfer.forget_secret()
 
     async def _quiesce(self, transfer: Transfer, link: Link, read: XferRead) -> None:
         """Wait until the library has let go of a read; past the limit destroy what it is posted through."""
