@@ -15,7 +15,7 @@ The life of a read::
 A posted read cannot be stopped: letting go of the request does not stop the hardware from writing.  Cancelling the task
 that awaits :meth:`TransferEngine.post` therefore only stops the waiting; the engine goes on polling, and
 :attr:`Read.quiesced` tells when the local memory is safe to reuse.  A large read is posted piece by piece, and one that
-nobody waits for any more ends, FAILED, with the piece that is under way.
+nobody waits for any more ends, FAILED, with the pieces that are under way.
 """
 
 from __future__ import annotations

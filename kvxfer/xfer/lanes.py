@@ -1,7 +1,7 @@
 """Several transfer engines that act as one: large reads are split over them, small ones go beside.
 
 Where the transport copies inside the posting call (between processes of one host it does), one agent moves bytes at
-the speed of one core, and everything else that it is asked for waits for the piece under way.  Two agents, each with
+the speed of one core, and everything else that it is asked for waits for the pieces under way.  Two agents, each with
 its thread, copy at once.
 
 The first lane is the engine that peers know: its metadata is given out, it receives notifications, it serves.  The

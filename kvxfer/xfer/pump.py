@@ -55,9 +55,9 @@ BULK_BYTES: Final = 2**20
 #: A piece is what has been seen to move in so many seconds, but at least so many bytes.
 PIECE_SECONDS: Final = 0.0015
 PIECE_BYTES: Final = 8 * 2**20
-#: No more bulk is under way than moves in so many seconds, but one piece always.  More would wait inside the
-#: transport, where nothing small can pass it; and over TCP on one host it would have left the processor's cache before
-#: the other side takes it.
+#: So many pieces may always be under way: one moves, and with the next behind it the transport does not run dry.
+#: More of them only while they move within so many seconds: inside the transport nothing small can pass them.
+PIECES_UNDER_WAY: Final = 2
 BULK_SECONDS: Final = 0.001
 
 
@@ -398,10 +398,10 @@ class Pump:
             self._bulk.popleft()
         if not self._bulk:
             return False
-        under_way, job = self._bulk_under_way(), self._bulk[0]
-        if not under_way:
+        if sum(piece.bulk > 0 for piece in self._posted) < PIECES_UNDER_WAY:
             return True
-        return under_way + job.pieces.size(self.piece(job.size)) <= self._bulk_rate * BULK_SECONDS
+        job = self._bulk[0]
+        return self._bulk_under_way() + job.pieces.size(self.piece(job.size)) <= self._bulk_rate * BULK_SECONDS
 
     def piece(self, size: int) -> int:
         """Most bytes of a piece of a read of so many; called on the thread."""

@@ -6,6 +6,7 @@ import asyncio
 import gc
 import socket
 import time
+from collections.abc import Callable
 from typing import Any
 
 import grpc.aio
@@ -13,7 +14,7 @@ import pytest
 
 from kvxfer.core.errors import KvxferError, Reason
 from kvxfer.pb import transfer_pb2 as pb
-from kvxfer.service import watch
+from kvxfer.service import engine, watch
 from kvxfer.wire.requests import spec_from_pb
 from kvxfer.xfer.api import Read, ReadResult
 from kvxfer.xfer.loopback import LoopbackEngine
@@ -150,6 +151,22 @@ async def test_blocks_are_free_as_soon_as_a_read_has_answered(reading: Reading) 
     for _ in range(100):
         await reading.stub.ReadBlocks(reading.request())
     assert (await counts(reading)).done == 100
+
+
+async def test_a_read_is_answered_before_it_is_counted(reading: Reading, monkeypatch: pytest.MonkeyPatch) -> None:
+    registration, order = reading.d.nodes[0].sidecar.registrations.get("engine-d"), list[str]()
+
+    def noted(what: str, really: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            order.append(what)
+            return really(*args)
+
+        return call
+
+    monkeypatch.setattr(engine, "transfer_to_pb", noted("answered", engine.transfer_to_pb))
+    monkeypatch.setattr(registration.events, "transfer_ended", noted("counted", registration.events.transfer_ended))
+    await reading.good()
+    assert order == ["answered", "counted"]
 
 
 async def test_a_ticket_is_given_back_by_reading_nothing(reading: Reading) -> None:

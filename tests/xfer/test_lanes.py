@@ -176,25 +176,26 @@ async def test_a_small_read_does_not_wait_for_all_of_a_large_one(world: World, m
 
 
 async def test_bulk_does_not_pile_up_in_the_transport(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A lane has one piece under way, and more only where they are gone in a moment; small reads always go."""
+    """A lane has two pieces under way, and more only where they are gone in a moment; small reads always go."""
     monkeypatch.setattr(pump, "BULK_SECONDS", 0.0)
+    monkeypatch.setattr(pump, "PIECE_BYTES", 4 * BLOCK)
     world.fabric.hold()
-    large = world.reader.submit(await world.make(32))  # four pieces
-    await until(lambda: world.fabric.posts == 2, 5.0)
+    large = world.reader.submit(await world.make(32))  # eight pieces
+    await until(lambda: world.fabric.posts == 4, 5.0)
     small = world.reader.submit(await world.make(1))
-    await until(lambda: world.fabric.posts == 3, 5.0)
+    await until(lambda: world.fabric.posts == 5, 5.0)
     for lane in world.lanes:
         await lane.metadata()  # it has come by, and posted nothing more
-    assert world.fabric.posts == 3
+    assert world.fabric.posts == 5
     world.fabric.let_go()
     await asyncio.gather(large, small)
-    assert world.fabric.posts == 5
+    assert world.fabric.posts == 9
     assert np.array_equal(world.into[BLOCK:], world.expected(32)[BLOCK:])  # the small one went into the first block
     # It has seen how fast bulk moves, and with an hour ahead of it all of it may go at once.
     monkeypatch.setattr(pump, "BULK_SECONDS", 3600.0)
     world.fabric.hold()
     large = world.reader.submit(await world.make(32))
-    await until(lambda: world.fabric.posts == 9, 5.0)
+    await until(lambda: world.fabric.posts == 17, 5.0)
     world.fabric.let_go()
     await large
 

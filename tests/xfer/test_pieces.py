@@ -60,7 +60,7 @@ def test_every_descriptor_is_in_one_piece(lengths: list[int], most: int, ahead: 
 
 
 class Scene:
-    """A reader whose reads are cut into pieces of eight blocks, of which one is under way."""
+    """A reader whose reads are cut into pieces of eight blocks, of which two are under way."""
 
     def __init__(self, fabric: Fabric) -> None:
         self.fabric = fabric
@@ -151,19 +151,43 @@ async def test_after_a_piece_that_fails_none_is_posted(scene: Scene, now: bool, 
     assert scene.alive == 0
 
 
+async def test_a_piece_that_fails_beside_another(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other one still writes: the read fails at once, and is not quiet before the agent is gone."""
+    scene.fabric.hold()
+    really, bad = scene.reader.driver.check, list[Any]()
+
+    def first_fails(handle: Any) -> bool:
+        if scene.fabric.posts == 2 and handle in (bad or [handle]):
+            bad.append(handle)
+            raise KvxferError(Reason.TRANSFER_FAILED, "the read failed")
+        return really(handle)
+
+    monkeypatch.setattr(scene.reader.driver, "check", first_fails)
+    read = await scene.make(now=False)
+    with pytest.raises(KvxferError) as caught:
+        await scene.reader.post(read)
+    assert (caught.value.reason, read.kept, read.is_quiesced) == (Reason.TRANSFER_FAILED, True, False)
+    assert (scene.alive, scene.fabric.posts) == (2, 2)
+    scene.fabric.let_go()
+    await until(lambda: scene.alive == 1, 5.0)  # the other one is done, and freed
+    assert (len(bad), read.is_quiesced, scene.fabric.posts) == (1, False, 2)
+    await scene.reader.close(0.0)
+    await asyncio.wait_for(_wait(read), 5)
+
+
 @pytest.mark.parametrize("now", [True, False])
-async def test_what_is_given_up_ends_with_the_piece_that_is_under_way(scene: Scene, now: bool) -> None:
+async def test_what_is_given_up_ends_with_the_pieces_that_are_under_way(scene: Scene, now: bool) -> None:
     read = await scene.make(now=now)
     scene.fabric.hold()
     waiting = asyncio.ensure_future(scene.reader.post(read))
-    await until(lambda: scene.fabric.posts == 1, 5.0)
+    await until(lambda: scene.fabric.posts == 2, 5.0)
     waiting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await waiting
     assert (read.state, read.is_quiesced) == (ReadState.POSTED, False)
     scene.fabric.let_go()
     await asyncio.wait_for(_wait(read), 5)
-    assert (scene.arrived, scene.fabric.posts) == ([True, False, False, False], 1)
+    assert (scene.arrived, scene.fabric.posts) == ([True, True, False, False], 2)
     assert (state_of(read), scene.alive, scene.notes) == (ReadState.FAILED, 0, [])
 
 
@@ -172,13 +196,13 @@ async def test_closing_ends_a_read_that_is_half_posted(scene: Scene, now: bool) 
     read = await scene.make(now=now)
     scene.fabric.hold()
     waiting = scene.reader.submit(read)
-    await until(lambda: scene.fabric.posts == 1, 5.0)
+    await until(lambda: scene.fabric.posts == 2, 5.0)
     await scene.reader.close(0.0)
     with pytest.raises(KvxferError) as caught:
         await waiting
     assert caught.value.reason is Reason.SHUTTING_DOWN
     await asyncio.wait_for(_wait(read), 5)
-    assert scene.fabric.posts == 1
+    assert scene.fabric.posts == 2
 
 
 @pytest.mark.parametrize("posted", [False, True])
@@ -217,10 +241,10 @@ async def test_what_is_abandoned_in_the_queue_does_not_wait_for_its_turn(scene: 
     first, second = [await scene.make(now=now) for now in (False, True)]
     ahead = scene.reader.submit(first)
     behind = scene.reader.submit(second)
-    await until(lambda: scene.fabric.posts == 1, 5.0)
+    await until(lambda: scene.fabric.posts == 2, 5.0)
     behind.cancel()
     await asyncio.wait_for(_wait(second), 5)
-    assert (state_of(second), scene.alive, scene.fabric.posts) == (ReadState.FAILED, 1, 1)
+    assert (state_of(second), scene.alive, scene.fabric.posts) == (ReadState.FAILED, 2, 2)
     scene.fabric.let_go()
     await ahead
     assert scene.arrived == [True] * 4
