@@ -16,15 +16,14 @@ from collections import deque
 from collections.abc import Coroutine, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-import numpy as np
 import structlog
 
 from kvxfer.core import transfers as life
 from kvxfer.core.errors import KvxferError, Reason
-from kvxfer.core.resolve import Request, SourceRead, resolve
 from kvxfer.core.transfers import Event, State
 from kvxfer.service import closing
-from kvxfer.service.link import Link, LinkSource
+from kvxfer.service.link import Link
+from kvxfer.service.making import make_reads
 from kvxfer.service.metrics import LINK_BREAKERS
 from kvxfer.service.reading import leave, read_source
 from kvxfer.service.room import Room
@@ -41,8 +40,6 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger()
 
-#: Requests that may come to more descriptors than this are resolved off the event loop.
-RESOLVE_INLINE: Final = 65_536
 #: What was announced is posted at once.  Where it is not after so many seconds, whoever wanted it is gone.
 ANNOUNCED_TTL: Final = 5.0
 #: What a source says that is about to stop; it serves on what it has granted.
@@ -120,12 +117,13 @@ class Transfers:
 
         :param spec: with a transfer ID; the same ID with the same content is the same transfer.
         :param read: it is posted at once (:meth:`post`, or else :meth:`take_back`), to be read within so many seconds.
-            A handshake may take no longer either; the sources are told, and answer while the rest is worked out; and
-            making the NIXL request is left to :meth:`post`.
+            A handshake may take no longer either, nor another call that prepares the same transfer; the sources are
+            told, and answer while the rest is worked out; and making the NIXL request is left to :meth:`post`.
 
-        :raises KvxferError: TRANSFER_ID_REUSED, INCOMPATIBLE_PEER, LIMIT_EXCEEDED, and what the handshake and
-            :func:`kvxfer.core.resolve.resolve` raise.
+        :raises KvxferError: TRANSFER_ID_REUSED, INCOMPATIBLE_PEER, LIMIT_EXCEEDED, DEADLINE_EXCEEDED, and what the
+            handshake and :func:`kvxfer.core.resolve.resolve` raise.
         """
+        deadline = None if read is None else time.monotonic() + read
         while True:
             known = self._known.get(spec.transfer_id)
             if known is not None and not known.taken_back:
@@ -136,7 +134,11 @@ class Transfers:
             other, running = self._preparing[spec.transfer_id]
             _check_same(spec, other)
             try:
-                return await asyncio.shield(running)
+                left = None if deadline is None else deadline - time.monotonic()
+                return await asyncio.wait_for(asyncio.shield(running), left)
+            except asyncio.TimeoutError:
+                why = f"another call was preparing transfer {spec.transfer_id} for {read:g} s"
+                raise KvxferError(Reason.DEADLINE_EXCEEDED, why, timeout_s=read) from None
             except KvxferError as error:
                 if error.reason is not Reason.DEADLINE_EXCEEDED:  # which was that of whoever began
                     raise
@@ -210,7 +212,7 @@ class Transfers:
                 for source in link.sources:
                     self._telling.announce(transfer, source, read)
                 await asyncio.sleep(0)  # the calls go out with the loop's next turn
-            await self._resolve(transfer, spec, link, read is None)
+            await make_reads(transfer, spec, link, self._telling, self._settings.max_descriptors, now=read is None)
         except BaseException:
             if transfer.openings:
                 link.hold()
@@ -222,31 +224,6 @@ class Transfers:
         """Undo what was announced of a transfer that has not come about."""
         with link.leaving():
             await self._telling.close(transfer, link, tuple(transfer.openings.values()), None)
-
-    async def _resolve(self, transfer: Transfer, spec: TransferSpec, link: Link, now: bool) -> None:
-        request = Request(spec.local_blocks, spec.ticket.blocks, spec.num_tokens, spec.skip_tokens)
-        began = time.perf_counter()
-        ids = sum(np.size(b.ids) for b in spec.local_blocks)
-        args = (link.plan, request, self._settings.max_descriptors)
-        small = ids * link.plan.most_per_block <= RESOLVE_INLINE
-        read = resolve(*args) if small else await asyncio.to_thread(resolve, *args)
-        resolved = time.perf_counter()
-        made: list[Part] = []
-        try:
-            for source, part in zip(link.sources, read.sources, strict=True):
-                live = None
-                if part.descriptors:
-                    notice = self._telling.notice(transfer, source.rank)
-                    live = Live(source, await _make_read(link, source, part, notice, now=now))
-                made.append(Part(part.rank, source.facts.incarnation, part.descriptors, part.bytes_by_group, live))
-        except BaseException:
-            for state in made:
-                if state.live is not None:
-                    await link.engine.release(state.live.read)
-            raise
-        transfer.consist(made, read.claims.tolist())
-        transfer.timings.resolve = resolved - began
-        transfer.timings.make = time.perf_counter() - resolved if now else None
 
     def _arm(self, transfer: Transfer, link: Link) -> None:
         """A prepared transfer that nobody reads, or whose peer is lost, does not stay for ever."""
@@ -518,11 +495,6 @@ class Transfers:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("a transfer task failed", exc_info=error)
-
-
-async def _make_read(link: Link, source: LinkSource, part: SourceRead, notice: bytes, *, now: bool) -> XferRead:
-    ours, theirs = part.local_indices, part.remote_indices
-    return await link.engine.make_read(source.local, ours, source.remote, theirs, notice, now=now)
 
 
 async def _within(waiting: Coroutine[Any, Any, Any], seconds: float) -> None:

@@ -33,9 +33,11 @@ from kvxfer.xfer.api import (
     Span,
 )
 from kvxfer.xfer.checks import check_read, check_rows, check_spans, lengths_of, require_mapped
+from kvxfer.xfer.driver import Driver, LibraryInfo
 from kvxfer.xfer.handles import PumpedRead, RowsEntry
+from kvxfer.xfer.jobs import Job
 from kvxfer.xfer.pieces import Pieces
-from kvxfer.xfer.pump import Driver, Job, LibraryInfo, Pump, PumpSettings
+from kvxfer.xfer.pump import Pump, PumpSettings
 
 _log = logging.getLogger(__name__)
 
@@ -55,7 +57,7 @@ class EngineSettings:
 
 
 class PumpedEngine:
-    """A :class:`kvxfer.xfer.api.TransferEngine` over a :class:`~kvxfer.xfer.pump.Driver`.
+    """A :class:`kvxfer.xfer.api.TransferEngine` over a :class:`~kvxfer.xfer.driver.Driver`.
 
     :param name: the agent name.
     :param on_notification: called on the event loop for every notification that arrives.

@@ -18,8 +18,8 @@ import numpy.typing as npt
 
 from kvxfer.core.errors import KvxferError, Reason
 from kvxfer.xfer.api import Indices, MemoryKind, NotificationHandler, RowArray, Span, Telemetry
+from kvxfer.xfer.driver import LibraryInfo
 from kvxfer.xfer.engine import EngineSettings, PumpedEngine
-from kvxfer.xfer.pump import LibraryInfo
 
 #: The settings of a loopback engine that is given none.
 QUICK: Final = EngineSettings(warm_up=0.0)
@@ -155,7 +155,7 @@ class _Request:
 
 
 class LoopbackDriver:
-    """See :class:`kvxfer.xfer.pump.Driver`."""
+    """See :class:`kvxfer.xfer.driver.Driver`."""
 
     def __init__(self, fabric: Fabric) -> None:
         self._fabric = fabric

@@ -20,9 +20,9 @@ from typing import Any, Final
 from kvxfer.core.errors import KvxferError, Reason
 from kvxfer.files import FILES
 from kvxfer.xfer.api import Indices, MemoryKind, NotificationHandler, RowArray, Span, Telemetry
+from kvxfer.xfer.driver import LibraryInfo
 from kvxfer.xfer.engine import EngineSettings, PumpedEngine
 from kvxfer.xfer.environment import apply_defaults, effective, hard_exit, ucx_version
-from kvxfer.xfer.pump import LibraryInfo
 
 __all__ = ["NixlDriver", "NixlEngine", "hard_exit", "nixl_version", "preload", "ucx_version"]
 
@@ -119,7 +119,7 @@ def preload() -> None:
 
 
 class NixlDriver:
-    """One NIXL agent; see :class:`kvxfer.xfer.pump.Driver`.  All calls on one thread.
+    """One NIXL agent; see :class:`kvxfer.xfer.driver.Driver`.  All calls on one thread.
 
     :param backends: NIXL backend -> its initialisation parameters.
     """

@@ -25,22 +25,14 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Final, Protocol
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final
 
 from kvxfer.core.errors import KvxferError, Reason
-from kvxfer.xfer.api import (
-    Counters,
-    Indices,
-    MemoryKind,
-    NotificationHandler,
-    ReadResult,
-    RowArray,
-    Span,
-    Telemetry,
-)
-from kvxfer.xfer.pieces import Pieces
+from kvxfer.xfer.api import Counters, NotificationHandler, ReadResult
+from kvxfer.xfer.driver import Driver
+from kvxfer.xfer.jobs import Job, Piece, is_bulk
 from kvxfer.xfer.watch import Watch
 
 _log = logging.getLogger(__name__)
@@ -49,9 +41,6 @@ _log = logging.getLogger(__name__)
 _LINGER: Final = 1.0
 #: Commands taken between two polls, so that a burst of them does not starve the requests in flight.
 _BURST: Final = 32
-#: Reads of at least so many bytes are bulk.  They wait until nothing else is to be done, and are then posted piece by
-#: piece: posting may take as long as copying, and whatever small has come meanwhile goes between two pieces.
-BULK_BYTES: Final = 2**20
 #: A piece is what has been seen to move in so many seconds, but at least so many bytes.
 PIECE_SECONDS: Final = 0.0015
 PIECE_BYTES: Final = 8 * 2**20
@@ -59,77 +48,6 @@ PIECE_BYTES: Final = 8 * 2**20
 #: More of them only while they move within so many seconds: inside the transport nothing small can pass them.
 PIECES_UNDER_WAY: Final = 2
 BULK_SECONDS: Final = 0.001
-
-
-@dataclass(frozen=True, slots=True)
-class LibraryInfo:
-    """What a driver knows about the library that it drives; see :class:`kvxfer.xfer.api.EngineInfo`."""
-
-    library: str
-    library_version: str
-    transport_version: str
-    backends: Mapping[str, Mapping[str, str]]
-    environment: Mapping[str, str]
-    defaults: tuple[str, ...]
-
-
-class Driver(Protocol):
-    """One agent of a transfer library, as the pump needs it.
-
-    Every method is called on the pump's thread, one at a time, and raises only :class:`KvxferError`.  Handles are
-    opaque.
-    """
-
-    def open(self, name: str) -> None:
-        """Create the agent."""
-
-    def close(self) -> None:
-        """Destroy the agent; whatever was in flight stops.  Called once, also after a failed :meth:`open`."""
-
-    def register(self, spans: Sequence[Span]) -> Any:
-        """Register memory; gives a handle."""
-
-    def deregister(self, handle: Any) -> None:
-        """Undo :meth:`register`."""
-
-    def metadata(self) -> bytes:
-        """What peers need to know."""
-
-    def add_peer(self, metadata: bytes, expected_name: str) -> None:
-        """Load a peer's metadata and connect; leaves nothing behind when it raises."""
-
-    def remove_peer(self, name: str) -> None:
-        """Forget a peer."""
-
-    def prepare(self, rows: RowArray, kind: MemoryKind, peer: str | None) -> Any:
-        """Prepare a descriptor list (of the local side where ``peer`` is None); gives a handle."""
-
-    def release_rows(self, handle: Any) -> None:
-        """Free a prepared list."""
-
-    def make(self, local: Any, local_indices: Indices, remote: Any, remote_indices: Indices, note: bytes) -> Any:
-        """Make a request; gives a handle."""
-
-    def post(self, handle: Any) -> bool:
-        """Post a request; true when it is complete already."""
-
-    def check(self, handle: Any) -> bool:
-        """Drive progress; true when the posted request is complete."""
-
-    def telemetry(self, handle: Any) -> Telemetry | None:
-        """The library's figures for a complete request."""
-
-    def release(self, handle: Any) -> None:
-        """Free a request; raises where the library has not let go of it yet."""
-
-    def notify(self, peer: str, payload: bytes) -> None:
-        """Send a notification that belongs to no request."""
-
-    def notifications(self) -> Sequence[tuple[str, bytes]]:
-        """Drive progress; what arrived since the last call, as (peer, payload)."""
-
-    def describe(self) -> LibraryInfo:
-        """Versions, backends, environment."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,84 +75,6 @@ class PumpSettings:
                 raise KvxferError(
                     Reason.FIELD_INVALID, f"{name} must be within [{low}, {high}] s", field=name, value=value
                 )
-
-
-@dataclass(slots=True, eq=False)
-class Job:
-    """A read on its way through the pump.
-
-    :param size: bytes.
-    :param notification: to be sent when more than one piece was read; a single one carries it itself.
-    :param wanted: asked before each piece is posted: false means that nobody waits for it any more.
-    :param settle: called on the loop with the result, once, when it is done, has failed or was not posted.
-    :param let_go: called on the loop, once, when the library has freed all requests (or was destroyed).
-    :param taken: when its first piece was taken up; ``started``: when that was posted.
-    :param posting: seconds inside the posting call, of all pieces.
-    :param moving: pieces that are posted and not complete; ``held``: those that the library has not freed.
-    :param kept: it has failed, but some of it may still be moving; freed only with the agent.
-    :param lost: the connection to its peer broke while it was under way.
-    """
-
-    pieces: Pieces
-    peer: str
-    size: int
-    notification: bytes
-    wanted: Callable[[], bool]
-    settle: Callable[[ReadResult | KvxferError], None]
-    let_go: Callable[[], None]
-    submitted: float = field(default_factory=time.perf_counter)
-    taken: float = 0.0
-    started: float = 0.0
-    posting: float = 0.0
-    moving: int = 0
-    held: int = 0
-    posted: int = 0
-    kept: bool = False
-    lost: bool = False
-    settled: bool = False
-    gone: bool = False
-    telemetry: list[Telemetry] = field(default_factory=list)
-
-    @property
-    def is_bulk(self) -> bool:
-        """See :data:`BULK_BYTES`."""
-        return self.size >= BULK_BYTES
-
-    def result(self, now: float) -> ReadResult:
-        """All of it is done."""
-        told = self.telemetry
-        return ReadResult(
-            bytes=self.size,
-            queue_seconds=self.taken - self.submitted,
-            post_seconds=self.posting,
-            move_seconds=now - self.started - self.posting,
-            telemetry=in_turn(told) if len(told) == self.posted else None,
-        )
-
-
-def in_turn(told: Sequence[Telemetry]) -> Telemetry:
-    """Of several requests, one after another."""
-    return Telemetry(
-        post_seconds=sum(t.post_seconds for t in told),
-        transfer_seconds=sum(t.transfer_seconds for t in told),
-        bytes=sum(t.bytes for t in told),
-        descriptors=sum(t.descriptors for t in told),
-    )
-
-
-@dataclass(slots=True, eq=False)
-class Piece:
-    """A request of a read.
-
-    :param bulk: bytes of bulk that were under way once it was posted; 0 where it is none.
-    """
-
-    job: Job
-    handle: Any
-    size: int
-    started: float
-    returned: float = 0.0
-    bulk: int = 0
 
 
 class Pump:
@@ -405,7 +245,7 @@ class Pump:
 
     def piece(self, size: int) -> int:
         """Most bytes of a piece of a read of so many; called on the thread."""
-        return size if size < BULK_BYTES else max(PIECE_BYTES, int(self._bulk_rate * PIECE_SECONDS))
+        return size if not is_bulk(size) else max(PIECE_BYTES, int(self._bulk_rate * PIECE_SECONDS))
 
     def _stop(self) -> None:
         self._stopping = True

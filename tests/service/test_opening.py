@@ -11,7 +11,7 @@ import pytest
 
 from kvxfer.core.errors import Reason
 from kvxfer.pb import transfer_pb2 as pb
-from kvxfer.service import opening, transfers
+from kvxfer.service import making, opening, transfers
 from kvxfer.service.link import LinkSource
 from kvxfer.wire.fields import MAX_SECONDS
 from kvxfer.wire.peer import CloseRead, Outcome
@@ -37,7 +37,7 @@ async def test_what_is_read_is_announced_while_it_is_resolved(
 ) -> None:
     await reading.good()
     source, events = source_of(reading), []
-    really_open, really_resolve = source.client.open_read, transfers.resolve
+    really_open, really_resolve = source.client.open_read, making.resolve
 
     def opening(*args: Any) -> Any:
         events.append("OpenRead")
@@ -48,7 +48,7 @@ async def test_what_is_read_is_announced_while_it_is_resolved(
         return really_resolve(*args)
 
     monkeypatch.setattr(source.client, "open_read", opening)
-    monkeypatch.setattr(transfers, "resolve", resolving)
+    monkeypatch.setattr(making, "resolve", resolving)
     done = (await reading.stub.ReadBlocks(reading.request(name))).transfer
     assert done.state == pb.TRANSFER_STATE_DONE
     assert events == ["OpenRead", "resolve"]
@@ -191,7 +191,7 @@ async def test_a_source_that_is_silent_meets_the_deadline_of_the_read(
 ) -> None:
     """It was told first, and is not lost because a read had little time."""
     await reading.good()
-    really = transfers.resolve
+    really = making.resolve
 
     def resolving(*args: Any) -> Any:
         time.sleep(0.3)  # the read has its time from here on
@@ -200,7 +200,7 @@ async def test_a_source_that_is_silent_meets_the_deadline_of_the_read(
     async def silent(*_: Any) -> Any:
         await asyncio.Event().wait()
 
-    monkeypatch.setattr(transfers, "resolve", resolving)
+    monkeypatch.setattr(making, "resolve", resolving)
     monkeypatch.setattr(reading.p.nodes[0].sidecar.registrations.get("engine-p").leases, "open", silent)
     request = reading.request(name)
     request.timeout.FromMilliseconds(500)

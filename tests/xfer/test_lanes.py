@@ -15,7 +15,7 @@ import pytest
 import pytest_asyncio
 
 from kvxfer.core.errors import KvxferError, Reason
-from kvxfer.xfer import pump
+from kvxfer.xfer import jobs, pump
 from kvxfer.xfer.api import MemoryKind, Peer, Read, ReadResult, ReadState, Rows, Span, TransferEngine
 from kvxfer.xfer.engine import EngineSettings
 from kvxfer.xfer.lanes import LanedEngine
@@ -64,7 +64,7 @@ class World:
 
 @pytest_asyncio.fixture
 async def world(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[World]:
-    monkeypatch.setattr(pump, "BULK_BYTES", SPLIT)
+    monkeypatch.setattr(jobs, "BULK_BYTES", SPLIT)
     monkeypatch.setattr(pump, "PIECE_BYTES", PIECE)
     monkeypatch.setattr(pump, "PIECE_SECONDS", 0.0)
     fabric = Fabric()

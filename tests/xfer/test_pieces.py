@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvxfer.core.errors import KvxferError, Reason
-from kvxfer.xfer import pump
+from kvxfer.xfer import jobs, pump
 from kvxfer.xfer.api import MemoryKind, Read, ReadState, Rows, Span
 from kvxfer.xfer.loopback import QUICK, Fabric, LoopbackEngine
 from kvxfer.xfer.pieces import Pieces
@@ -104,7 +104,7 @@ class Scene:
 
 @pytest_asyncio.fixture
 async def scene(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Scene]:
-    monkeypatch.setattr(pump, "BULK_BYTES", BLOCK)
+    monkeypatch.setattr(jobs, "BULK_BYTES", BLOCK)
     monkeypatch.setattr(pump, "BULK_SECONDS", 0.0)
     monkeypatch.setattr(pump, "PIECE_BYTES", 8 * BLOCK)
     monkeypatch.setattr(pump, "PIECE_SECONDS", 0.0)
@@ -253,7 +253,7 @@ async def test_what_is_abandoned_in_the_queue_does_not_wait_for_its_turn(scene: 
 class Stopping:
     """A driver that is told to stop while its second piece is under way, and a third may be posted.
 
-    Only what a pump needs of a :class:`kvxfer.xfer.pump.Driver`.
+    Only what a pump needs of a :class:`kvxfer.xfer.driver.Driver`.
     """
 
     def __init__(self) -> None:
@@ -286,7 +286,7 @@ class Stopping:
 
 async def test_nothing_is_let_go_before_the_agent_is_destroyed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its pieces may still be writing."""
-    monkeypatch.setattr(pump, "BULK_BYTES", 1)
+    monkeypatch.setattr(jobs, "BULK_BYTES", 1)
     monkeypatch.setattr(pump, "BULK_SECONDS", 3_600.0)
     driver, numbers, told = Stopping(), iter(range(4)), list[str]()
 
@@ -298,7 +298,7 @@ async def test_nothing_is_let_go_before_the_agent_is_destroyed(monkeypatch: pyte
     four = np.arange(4, dtype=np.int32)
     pieces = Pieces(lambda ours, theirs, whole: next(numbers), four, four, BLOCK)
     pieces.make(BLOCK)
-    job = pump.Job(
+    job = jobs.Job(
         pieces,
         "peer",
         4 * BLOCK,
