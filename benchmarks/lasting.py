@@ -35,6 +35,8 @@ PEERS, READS, WINDOW = 50, 100_000, 15.0
 STEPS = 10
 #: Reads under way at once, each in blocks of its own.
 AT_ONCE = 32
+#: The ends of the last reads are told, and their leases are over, after so long, seconds.
+SETTLED = 0.25
 #: gRPC's own pool of threads, which grows and shrinks with what there is to do: they do not count.
 POOL = "event_engine"
 #: 64 KiB a read.
@@ -181,6 +183,7 @@ async def _in_steps(section: Section, pair: Pair, place: Memory, step: int) -> l
             left = iter(range(number * step + 1, (number + 1) * step + 1))
             await asyncio.gather(*(slot.take(left) for slot in slots))
             seconds = time.monotonic() - began
+            await asyncio.sleep(SETTLED)
             seen.append({side: _Held.by(sidecar) for side, sidecar in (("P", pair.p), ("D", pair.d))})
             for side, held in seen[-1].items():
                 row = {"memory_kib": held.memory // 1024, "files": held.files, "threads": held.threads}
