@@ -230,6 +230,10 @@ class Sidecar:
                 ("grpc.max_receive_message_length", limit),
                 ("grpc.max_send_message_length", limit),
                 ("grpc.so_reuseport", 0),
+                # Calls that wait for the event loop to come by; beyond, gRPC refuses some at random, in a way that
+                # looks as if the caller had given them up.  Its own are a tenth of these.
+                ("grpc.server.max_pending_requests", 10_000),
+                ("grpc.server.max_pending_requests_hard_limit", 30_000),
                 # Peers ping every 10 seconds, also when no call is under way.
                 ("grpc.keepalive_permit_without_calls", 1),
                 ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
@@ -368,7 +372,7 @@ def _by_name(server: grpc.aio.Server) -> Any:
     """A server as the generated code sees it, which finds its methods by their names.
 
     That code would have every method registered as well; then gRPC waits for a call of each in a future of its own,
-    and looks at all of these futures at every call.
+    and looks at all of these futures at every call.  By their names all methods share one queue.
     """
     return SimpleNamespace(
         add_generic_rpc_handlers=server.add_generic_rpc_handlers,

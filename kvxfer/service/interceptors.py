@@ -91,7 +91,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
 
 
 class Tally:
-    """Counts a call, once.
+    """Counts the calls of a method, each once.
 
     :param method: of a service that is served here, ``/service/method``.
     """

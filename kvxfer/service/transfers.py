@@ -117,13 +117,12 @@ class Transfers:
 
         :param spec: with a transfer ID; the same ID with the same content is the same transfer.
         :param read: it is posted at once (:meth:`post`, or else :meth:`take_back`), to be read within so many seconds.
-            A handshake may take no longer either, nor another call that prepares the same transfer; the sources are
-            told, and answer while the rest is worked out; and making the NIXL request is left to :meth:`post`.
+            A handshake may take no longer either; the sources are told, and answer while the rest is worked out; and
+            making the NIXL request is left to :meth:`post`.
 
-        :raises KvxferError: TRANSFER_ID_REUSED, INCOMPATIBLE_PEER, LIMIT_EXCEEDED, DEADLINE_EXCEEDED, and what the
-            handshake and :func:`kvxfer.core.resolve.resolve` raise.
+        :raises KvxferError: TRANSFER_ID_REUSED, INCOMPATIBLE_PEER, LIMIT_EXCEEDED, and what the handshake and
+            :func:`kvxfer.core.resolve.resolve` raise.
         """
-        deadline = None if read is None else time.monotonic() + read
         while True:
             known = self._known.get(spec.transfer_id)
             if known is not None and not known.taken_back:
@@ -134,11 +133,7 @@ class Transfers:
             other, running = self._preparing[spec.transfer_id]
             _check_same(spec, other)
             try:
-                left = None if deadline is None else deadline - time.monotonic()
-                return await asyncio.wait_for(asyncio.shield(running), left)
-            except asyncio.TimeoutError:
-                why = f"another call was preparing transfer {spec.transfer_id} for {read:g} s"
-                raise KvxferError(Reason.DEADLINE_EXCEEDED, why, timeout_s=read) from None
+                return await asyncio.shield(running)
             except KvxferError as error:
                 if error.reason is not Reason.DEADLINE_EXCEEDED:  # which was that of whoever began
                     raise
@@ -310,7 +305,8 @@ class Transfers:
             link.lose(fault)
         transfer.timings.total = time.perf_counter() - posted
         self._decide(transfer, event, fault)
-        await asyncio.sleep(0)  # whoever waits for the outcome is answered first
+        if transfer.state is State.DONE:  # where it failed, its caller is told whether the blocks are quiet
+            await asyncio.sleep(0)  # whoever waits for it is answered first
         await self._let_go(transfer, link, posted=True)
 
     async def _read(self, transfer: Transfer, link: Link, part: Part, live: Live, timeout: float) -> None:

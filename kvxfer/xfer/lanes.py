@@ -291,7 +291,7 @@ class LanedEngine:
         quiet.add_done_callback(ended)
 
     def _joined(self, read: LanedRead, waits: Sequence[asyncio.Future[ReadResult]]) -> asyncio.Future[ReadResult]:
-        """The result of all parts; the first failure is that of the whole, and the other parts end with their piece."""
+        """The result of all parts.  The first failure is that of the whole, and the others end with their pieces."""
         whole: asyncio.Future[ReadResult] = asyncio.get_running_loop().create_future()
         failures: list[BaseException] = []
         left = len(waits)

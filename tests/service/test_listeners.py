@@ -6,6 +6,7 @@ import asyncio
 import os
 import socket
 import stat
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from kvxfer.memory.handles import FileHandle, Owned
 from kvxfer.memory.owned import create_owned
 from kvxfer.memory.policy import MemoryPolicy
 from kvxfer.pb import transfer_pb2 as pb
+from kvxfer.pb import transfer_pb2_grpc
 from kvxfer.sidecar import Sidecar
 from kvxfer.xfer.loopback import Fabric, LoopbackEngine
 from tests.support.errors import refusal
@@ -55,6 +57,24 @@ async def test_health_follows_the_registrations(cluster: Cluster) -> None:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await health(node, listener, "nothing")
         assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+
+
+async def test_calls_that_come_while_the_loop_stands_still_are_answered(cluster: Cluster) -> None:
+    """By itself gRPC would refuse many of them, at random, as CANCELLED."""
+    node = await cluster.node()
+    sent = threading.Event()
+
+    def call() -> list[grpc.StatusCode]:
+        with grpc.insecure_channel(node.sidecar.engine_target) as channel:
+            grpc.channel_ready_future(channel).result(10)
+            stub: Any = transfer_pb2_grpc.KvTransferStub(channel)
+            calls = [stub.GetStatus.future(pb.GetStatusRequest()) for _ in range(4_000)]
+            sent.set()
+            return [one.code() for one in calls]
+
+    calling = asyncio.get_running_loop().run_in_executor(None, call)
+    assert sent.wait(30)  # the loop stands still
+    assert set(await calling) == {grpc.StatusCode.OK}
 
 
 async def ask(node: Node, listener: str, **request: Any) -> Any:

@@ -581,7 +581,7 @@ async def test_a_read_that_is_refused_is_never_posted(reading: Reading, monkeypa
     with monkeypatch.context() as patched:
         patched.setattr(source.client, "open_read", refuse)
         error = await refusal(reading.stub.ReadBlocks(reading.request("t1")))
-    assert error.reason is Reason.LIMIT_EXCEEDED
+    assert (error.reason, error.metadata["quiesced"]) == (Reason.LIMIT_EXCEEDED, "true")
     assert (await reading.d.get("t1")).quiesced
     assert reading.fabric.posts == posts
     await reading.good()
