@@ -1462,7 +1462,7 @@ class CancelTransferResponse(_message.Message):
     TRANSFER_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def transfer(self) -> Global___Transfer:
-        """OUTPUT.  CANCELLED, or as it had ended before."""
+        """OUTPUT.  CANCELLED, or as it had ended before.  What was still being prepared is told without bytes and sources."""
 
     def __init__(
         self,

@@ -182,7 +182,8 @@ class KvTransferServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def CancelTransfer(self, request, context):
-        """Cancels a transfer and answers once its local blocks are safe to reuse.
+        """Cancels a transfer and answers once its local blocks are safe to reuse.  That is final: no call with its ID reads
+        them later, also where the ID is not known yet (TRANSFER_UNKNOWN) because the call that brings it has been overtaken.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

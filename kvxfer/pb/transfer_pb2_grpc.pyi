@@ -64,7 +64,9 @@ class KvTransferStub:
     ListTransfers: _grpc.UnaryUnaryMultiCallable[_transfer_pb2.ListTransfersRequest, _transfer_pb2.ListTransfersResponse]
     """Lists an engine's transfers, newest first.  Ended ones are kept for a while."""
     CancelTransfer: _grpc.UnaryUnaryMultiCallable[_transfer_pb2.CancelTransferRequest, _transfer_pb2.CancelTransferResponse]
-    """Cancels a transfer and answers once its local blocks are safe to reuse."""
+    """Cancels a transfer and answers once its local blocks are safe to reuse.  That is final: no call with its ID reads
+    them later, also where the ID is not known yet (TRANSFER_UNKNOWN) because the call that brings it has been overtaken.
+    """
     WatchTransfers: _grpc.UnaryStreamMultiCallable[_transfer_pb2.WatchTransfersRequest, _transfer_pb2.WatchTransfersResponse]
     """Streams the state changes of all transfers of an engine, until the caller ends it."""
     PublishBlocks: _grpc.UnaryUnaryMultiCallable[_transfer_pb2.PublishBlocksRequest, _transfer_pb2.PublishBlocksResponse]
@@ -112,7 +114,9 @@ class KvTransferAsyncStub(KvTransferStub):
     ListTransfers: _aio.UnaryUnaryMultiCallable[_transfer_pb2.ListTransfersRequest, _transfer_pb2.ListTransfersResponse]  # type: ignore[assignment]
     """Lists an engine's transfers, newest first.  Ended ones are kept for a while."""
     CancelTransfer: _aio.UnaryUnaryMultiCallable[_transfer_pb2.CancelTransferRequest, _transfer_pb2.CancelTransferResponse]  # type: ignore[assignment]
-    """Cancels a transfer and answers once its local blocks are safe to reuse."""
+    """Cancels a transfer and answers once its local blocks are safe to reuse.  That is final: no call with its ID reads
+    them later, also where the ID is not known yet (TRANSFER_UNKNOWN) because the call that brings it has been overtaken.
+    """
     WatchTransfers: _aio.UnaryStreamMultiCallable[_transfer_pb2.WatchTransfersRequest, _transfer_pb2.WatchTransfersResponse]  # type: ignore[assignment]
     """Streams the state changes of all transfers of an engine, until the caller ends it."""
     PublishBlocks: _aio.UnaryUnaryMultiCallable[_transfer_pb2.PublishBlocksRequest, _transfer_pb2.PublishBlocksResponse]  # type: ignore[assignment]
@@ -211,7 +215,9 @@ class KvTransferServicer(metaclass=_abc_1.ABCMeta):
         request: _transfer_pb2.CancelTransferRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_transfer_pb2.CancelTransferResponse, _abc.Awaitable[_transfer_pb2.CancelTransferResponse]]:
-        """Cancels a transfer and answers once its local blocks are safe to reuse."""
+        """Cancels a transfer and answers once its local blocks are safe to reuse.  That is final: no call with its ID reads
+        them later, also where the ID is not known yet (TRANSFER_UNKNOWN) because the call that brings it has been overtaken.
+        """
 
     @_abc_1.abstractmethod
     def WatchTransfers(

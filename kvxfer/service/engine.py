@@ -176,7 +176,8 @@ class EngineService(transfer_pb2_grpc.KvTransferServicer):
 
     async def GetTransfer(self, request: pb.GetTransferRequest, context: Context) -> pb.GetTransferResponse:
         """One transfer."""
-        registration, transfer = self._named(request.engine_id, request.transfer_id)
+        registration, transfer_id = self._named(request.engine_id, request.transfer_id)
+        transfer = registration.transfers.get(transfer_id)
         return pb.GetTransferResponse(transfer=transfer_to_pb(registration, transfer))
 
     async def ListTransfers(self, request: pb.ListTransfersRequest, context: Context) -> pb.ListTransfersResponse:
@@ -191,9 +192,9 @@ class EngineService(transfer_pb2_grpc.KvTransferServicer):
 
     async def CancelTransfer(self, request: pb.CancelTransferRequest, context: Context) -> pb.CancelTransferResponse:
         """Cancel, and wait until the local blocks are safe."""
-        registration, transfer = self._named(request.engine_id, request.transfer_id)
+        registration, transfer_id = self._named(request.engine_id, request.transfer_id)
         timeout = fields.optional_seconds(request, "timeout", "") or self._settings.read_timeout
-        await registration.transfers.cancel(transfer, timeout)
+        transfer = await registration.transfers.cancel(transfer_id, timeout)
         return pb.CancelTransferResponse(transfer=transfer_to_pb(registration, transfer))
 
     async def WatchTransfers(
@@ -210,10 +211,10 @@ class EngineService(transfer_pb2_grpc.KvTransferServicer):
                 event = pb.TransferEvent(sequence=number, transfer=transfer_to_pb(registration, transfer))
                 yield pb.WatchTransfersResponse(event=event)
 
-    def _named(self, engine_id: str, transfer_id: str) -> tuple[Registration, Transfer]:
+    def _named(self, engine_id: str, transfer_id: str) -> tuple[Registration, str]:
         # Also while it is unregistered: an engine must be able to ask when its blocks are quiet.
         registration = self._registrations.get(fields.text(engine_id, "engine_id"), closing=True)
-        return registration, registration.transfers.get(fields.text(transfer_id, "transfer_id"))
+        return registration, fields.text(transfer_id, "transfer_id")
 
     # -- publishing ------------------------------------------------------------------------------------------------
 

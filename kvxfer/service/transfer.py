@@ -67,7 +67,7 @@ class Part:
 class Transfer:
     """One logical read; what it consists of is known from :meth:`consist` on."""
 
-    def __init__(self, spec: TransferSpec, link: Link, number: int) -> None:
+    def __init__(self, spec: TransferSpec, link: Link | None, number: int) -> None:
         self.id: Final = spec.transfer_id
         self.digest: Final = spec.digest
         self.request_id: Final = spec.ticket.request_id
@@ -80,7 +80,7 @@ class Transfer:
         self.claims: Sequence[int] = ()
         self.bytes = 0
         self.descriptors = 0
-        self.link: Link | None = link
+        self.link = link
         #: What sources were told of it, by the identity of their ranks.
         self.openings: dict[int, Opening] = {}
         #: They were told while it was prepared: it is posted at once, or given up.

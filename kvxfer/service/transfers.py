@@ -14,6 +14,7 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Coroutine, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 import structlog
@@ -46,6 +47,18 @@ ANNOUNCED_TTL: Final = 5.0
 STOPPING: Final = Reason.SHUTTING_DOWN.value
 
 
+@dataclass
+class _Preparing:
+    """A transfer that is being made.
+
+    :param cancelled: set once it was cancelled; what is made is then not read.
+    """
+
+    spec: TransferSpec
+    made: asyncio.Future[Transfer]
+    cancelled: KvxferError | None = None
+
+
 class Transfers:
     """The transfers of one registration."""
 
@@ -53,7 +66,9 @@ class Transfers:
         self._registration = registration
         self._settings = settings
         self._known: dict[str, Transfer] = {}
-        self._preparing: dict[str, tuple[bytes, asyncio.Future[Transfer]]] = {}
+        self._preparing: dict[str, _Preparing] = {}
+        #: IDs that were cancelled before there was a transfer, oldest first.
+        self._refused: dict[str, None] = {}
         self._claims: dict[int, str] = {}
         self._ended: deque[Transfer] = deque()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -120,38 +135,42 @@ class Transfers:
             A handshake may take no longer either; the sources are told, and answer while the rest is worked out; and
             making the NIXL request is left to :meth:`post`.
 
-        :raises KvxferError: TRANSFER_ID_REUSED, INCOMPATIBLE_PEER, LIMIT_EXCEEDED, and what the handshake and
-            :func:`kvxfer.core.resolve.resolve` raise.
+        :raises KvxferError: TRANSFER_ID_REUSED, TRANSFER_CANCELLED, INCOMPATIBLE_PEER, LIMIT_EXCEEDED, and what the
+            handshake and :func:`kvxfer.core.resolve.resolve` raise.
         """
         while True:
             known = self._known.get(spec.transfer_id)
             if known is not None and not known.taken_back:
                 _check_same(spec, known.digest)
                 return known
-            if spec.transfer_id not in self._preparing:
+            if spec.transfer_id in self._refused:
+                raise _cancelled(spec.transfer_id)
+            other = self._preparing.get(spec.transfer_id)
+            if other is None:
                 break
-            other, running = self._preparing[spec.transfer_id]
-            _check_same(spec, other)
+            _check_same(spec, other.spec.digest)
             try:
-                return await asyncio.shield(running)
+                return await asyncio.shield(other.made)
             except KvxferError as error:
                 if error.reason is not Reason.DEADLINE_EXCEEDED:  # which was that of whoever began
                     raise
-        future: asyncio.Future[Transfer] = asyncio.get_running_loop().create_future()
-        self._preparing[spec.transfer_id] = (spec.digest, future)
+        preparing = _Preparing(spec, asyncio.get_running_loop().create_future())
+        self._preparing[spec.transfer_id] = preparing
         try:
             transfer = await self._prepare(spec, read)
         except BaseException as error:
-            future.set_exception(
+            preparing.made.set_exception(
                 error
                 if isinstance(error, KvxferError)
                 else KvxferError(Reason.TRANSFER_CANCELLED, "the call that prepared this transfer was cancelled")
             )
-            future.exception()  # nobody else may be waiting for it
+            preparing.made.exception()  # nobody else may be waiting for it
             raise
         finally:
             del self._preparing[spec.transfer_id]
-        future.set_result(transfer)
+        if preparing.cancelled is not None:
+            self._give_up(transfer, Event.CANCEL, preparing.cancelled)
+        preparing.made.set_result(transfer)
         return transfer
 
     async def _prepare(self, spec: TransferSpec, read: float | None) -> Transfer:
@@ -432,14 +451,32 @@ class Transfers:
 
     # -- ending ----------------------------------------------------------------------------------------------------
 
-    async def cancel(self, transfer: Transfer, timeout: float) -> None:
+    async def cancel(self, transfer_id: str, timeout: float) -> Transfer:
         """Cancel, and wait at most ``timeout`` seconds until the local blocks are safe to reuse.
 
-        That is final, also of one that was taken back: no late call with its ID may write them.
+        That is final, also for what is not there yet: who gives up a call cannot know how far that has come, and is
+        about to use the local blocks for something else.  No call with this ID, under way or to come, reads anything.
+
+        :raises KvxferError: TRANSFER_UNKNOWN, also then.
         """
-        transfer.taken_back = False
-        why = f"transfer {transfer.id} was cancelled"
-        error = KvxferError(Reason.TRANSFER_CANCELLED, why, transfer_id=transfer.id)
+        known, preparing = self._known.get(transfer_id), self._preparing.get(transfer_id)
+        if known is not None and preparing is None:
+            await self._cancel(known, timeout)
+            return known
+        self._refused[transfer_id] = None
+        while len(self._refused) > self._settings.kept_transfers:
+            del self._refused[next(iter(self._refused))]
+        if preparing is None:
+            return self.get(transfer_id)
+        # Nothing of it has been posted, so nobody has to wait: this is how it will have ended once it is made.
+        preparing.cancelled = _cancelled(transfer_id)
+        ended = Transfer(preparing.spec, None, 0)
+        ended.state, ended.error, ended.ended = State.CANCELLED, preparing.cancelled, time.time()
+        return ended
+
+    async def _cancel(self, transfer: Transfer, timeout: float) -> None:
+        transfer.taken_back = False  # no late call with its ID may write its blocks
+        error = _cancelled(transfer.id)
         if transfer.state is State.PREPARED:
             self._give_up(transfer, Event.CANCEL, error)
         elif not transfer.stop.done():
@@ -450,10 +487,10 @@ class Transfers:
         """Take nothing new, cancel everything, and wait at most ``timeout`` seconds until all has ended."""
         self._closing = True
         deadline = time.monotonic() + timeout
-        if preparing := [future for _, future in self._preparing.values()]:
-            await asyncio.wait(preparing, timeout=timeout)
+        if making := [preparing.made for preparing in self._preparing.values()]:
+            await asyncio.wait(making, timeout=timeout)
         active = [t for t in self._known.values() if not t.finished.is_set()]
-        await asyncio.gather(*(self.cancel(t, max(0.0, deadline - time.monotonic())) for t in active))
+        await asyncio.gather(*(self._cancel(t, max(0.0, deadline - time.monotonic())) for t in active))
         return not self._preparing and all(t.finished.is_set() for t in active)
 
     async def close(self) -> None:
@@ -511,6 +548,11 @@ def _check_same(spec: TransferSpec, digest: bytes) -> None:
             field="transfer_id",
             transfer_id=spec.transfer_id,
         )
+
+
+def _cancelled(transfer_id: str) -> KvxferError:
+    why = f"transfer {transfer_id} was cancelled"
+    return KvxferError(Reason.TRANSFER_CANCELLED, why, transfer_id=transfer_id)
 
 
 def _worst(errors: list[KvxferError]) -> KvxferError:

@@ -237,8 +237,63 @@ async def test_cancelling_what_has_ended_changes_nothing(reading: Reading) -> No
     reading.fabric.fail_post(1)
     await refusal(reading.stub.ReadBlocks(reading.request("t2")))
     assert (await reading.d.cancel("t2")).state == FAILED
-    error = await refusal(reading.stub.CancelTransfer(pb.CancelTransferRequest(engine_id="engine-d", transfer_id="x")))
-    assert (error.reason, error.field) == (Reason.TRANSFER_UNKNOWN, "transfer_id")
+
+
+@pytest.mark.parametrize("reachable", [True, False])
+async def test_cancelling_what_is_being_prepared(
+    reading: Reading, monkeypatch: pytest.MonkeyPatch, reachable: bool
+) -> None:
+    """Whoever gave up the call may use its blocks at once, and nothing that the call still does writes them."""
+    (registration,) = reading.d.nodes[0].sidecar.registrations
+    asked, answer, get = asyncio.Event(), asyncio.Event(), registration.links.get
+
+    async def slow(*args: Any) -> Any:
+        asked.set()
+        await answer.wait()
+        if not reachable:
+            raise KvxferError(Reason.PEER_UNREACHABLE, "for the test")
+        return await get(*args)
+
+    monkeypatch.setattr(registration.links, "get", slow)
+    calls = [asyncio.ensure_future(refusal(reading.stub.ReadBlocks(reading.request("t1")))) for _ in range(2)]
+    await asked.wait()
+    ended = await reading.d.cancel("t1")
+    assert (ended.state, ended.quiesced, ended.bytes) == (CANCELLED, True, 0)
+    assert (ended.transfer_id, ended.HasField("end_time")) == ("t1", True)
+    answer.set()
+    expected = Reason.TRANSFER_CANCELLED if reachable else Reason.PEER_UNREACHABLE
+    assert [error.reason for error in await asyncio.gather(*calls)] == [expected] * 2
+    if reachable:
+        assert (await reach(reading, "t1", CANCELLED)).quiesced
+    assert (await counts(reading)).cancelled == reachable
+    late = await refusal(reading.stub.ReadBlocks(reading.request("t1")))
+    assert late.reason is Reason.TRANSFER_CANCELLED
+    assert reading.fabric.posts == 0
+    assert untouched(reading)
+    monkeypatch.undo()
+    await reading.good()
+
+
+async def test_cancelling_what_nobody_knows_is_final(cluster: Cluster) -> None:
+    """A call that was given up may come after its cancellation; as many IDs are remembered as ended transfers."""
+    p = await cluster.engine("engine-p", [await cluster.node()])
+    d = await cluster.engine("engine-d", [await cluster.node(kept_transfers=2)])
+    reading = Reading(cluster, p, d)
+    for name in ("t1", "t2", "t3"):
+        cancelling = reading.stub.CancelTransfer(pb.CancelTransferRequest(engine_id="engine-d", transfer_id=name))
+        error = await refusal(cancelling)
+        assert (error.reason, error.field) == (Reason.TRANSFER_UNKNOWN, "transfer_id")
+    for name in ("t2", "t3"):
+        request = reading.request(name)
+        for call in (
+            reading.stub.ReadBlocks(request),
+            reading.stub.PrepareTransfer(pb.PrepareTransferRequest(spec=request.spec)),
+        ):
+            error = await refusal(call)
+            assert (error.reason, error.metadata["transfer_id"]) == (Reason.TRANSFER_CANCELLED, name)
+    assert reading.fabric.posts == 0
+    assert untouched(reading)
+    assert (await reading.stub.ReadBlocks(reading.request("t1"))).transfer.state == DONE
 
 
 async def test_a_deadline_fails_the_read_and_drains(reading: Reading) -> None:

@@ -344,7 +344,8 @@ def get_transfer(origin: Origin, transfer_id: str) -> Call[TransferInfo]:
 def cancel(origin: Origin, transfer_id: str, *, timeout: float | None = None) -> Call[TransferInfo]:
     """Cancel a transfer; returns once its local blocks are safe to reuse (``quiesced``), or as it is after ``timeout``.
 
-    One that has ended is answered as it ended.
+    One that has ended is answered as it ended.  It is final, also where the transfer is not known (yet): no call with
+    its ID reads anything from then on.
 
     :param timeout: seconds; ``None``: the client's ``timeout``.
     :raises KvxferError: NOT_REGISTERED, TRANSFER_UNKNOWN; and what every call may raise.
