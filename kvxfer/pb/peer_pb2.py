@@ -26,7 +26,7 @@ from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb
 from kvxfer.pb import layout_pb2 as kvxfer_dot_v1_dot_layout__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14kvxfer/v1/peer.proto\x12\tkvxfer.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x16kvxfer/v1/layout.proto\"O\n\x06Reader\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\x1d\n\x04rank\x18\x02 \x01(\x0b\x32\x0f.kvxfer.v1.Rank\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\"\x87\x02\n\x0f\x45xchangeRequest\x12\x1c\n\x14protocol_version_min\x18\x01 \x01(\r\x12\x1c\n\x14protocol_version_max\x18\x02 \x01(\r\x12\x11\n\tengine_id\x18\x03 \x01(\t\x12\x1d\n\x04rank\x18\x04 \x01(\x0b\x32\x0f.kvxfer.v1.Rank\x12!\n\x06reader\x18\x05 \x01(\x0b\x32\x11.kvxfer.v1.Reader\x12\x19\n\x11\x63ompatibility_key\x18\x06 \x01(\t\x12\x1c\n\x14\x65xpected_incarnation\x18\x07 \x01(\t\x12\x19\n\x11known_incarnation\x18\x08 \x01(\t\x12\x0f\n\x07goodbye\x18\t \x01(\x08\"b\n\nRegionSpan\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\x04\x12\x0c\n\x04size\x18\x02 \x01(\x04\x12%\n\x06memory\x18\x03 \x01(\x0e\x32\x15.kvxfer.v1.MemoryKind\x12\x0e\n\x06\x64\x65vice\x18\x04 \x01(\r\"\x9e\x03\n\x10\x45xchangeResponse\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x11\n\tengine_id\x18\x02 \x01(\t\x12\x1d\n\x04rank\x18\x03 \x01(\x0b\x32\x0f.kvxfer.v1.Rank\x12\x0f\n\x07\x64p_rank\x18\x04 \x01(\r\x12\x0f\n\x07\x64p_size\x18\x05 \x01(\r\x12\x13\n\x0bincarnation\x18\x06 \x01(\t\x12\x19\n\x11\x63ompatibility_key\x18\x07 \x01(\t\x12!\n\x06layout\x18\x08 \x01(\x0b\x32\x11.kvxfer.v1.Layout\x12\x1a\n\x12layout_fingerprint\x18\t \x01(\t\x12$\n\x05spans\x18\n \x03(\x0b\x32\x15.kvxfer.v1.RegionSpan\x12\x12\n\nagent_name\x18\x0b \x01(\t\x12\x1b\n\x0e\x61gent_metadata\x18\x0c \x01(\x0c\x42\x03\x80\x01\x01\x12\x17\n\x0fmetadata_sha256\x18\r \x01(\x0c\x12/\n\x0cidle_timeout\x18\x0e \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x0c\n\x04host\x18\x0f \x01(\t\",\n\x0b\x42lockDigest\x12\r\n\x05group\x18\x01 \x01(\t\x12\x0e\n\x06sha256\x18\x02 \x01(\x0c\"\xb6\x02\n\x0fOpenReadRequest\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\x1d\n\x04rank\x18\x02 \x01(\x0b\x32\x0f.kvxfer.v1.Rank\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12\x12\n\nrequest_id\x18\x04 \x01(\t\x12\x18\n\x0blease_token\x18\x05 \x01(\x0c\x42\x03\x80\x01\x01\x12!\n\x06reader\x18\x06 \x01(\x0b\x32\x11.kvxfer.v1.Reader\x12\x0f\n\x07readers\x18\x07 \x01(\r\x12\x13\n\x0btransfer_id\x18\x08 \x01(\t\x12\x12\n\nnum_tokens\x18\t \x01(\x04\x12&\n\x06\x62locks\x18\n \x03(\x0b\x32\x16.kvxfer.v1.BlockDigest\x12)\n\x06wanted\x18\x0b \x01(\x0b\x32\x19.google.protobuf.Duration\">\n\x10OpenReadResponse\x12*\n\x07granted\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\"\xfb\x01\n\x10RenewReadRequest\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\x1d\n\x04rank\x18\x02 \x01(\x0b\x32\x0f.kvxfer.v1.Rank\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12\x12\n\nrequest_id\x18\x04 \x01(\t\x12\x18\n\x0blease_token\x18\x05 \x01(\x0c\x42\x03\x80\x01\x01\x12!\n\x06reader\x18\x06 \x01(\x0b\x32\x11.kvxfer.v1.Reader\x12\x0f\n\x07readers\x18\x07 \x01(\r\x12\x13\n\x0btransfer_id\x18\x08 \x01(\t\x12)\n\x06wanted\x18\t \x01(\x0b\x32\x19.google.protobuf.Duration\"?\n\x11RenewReadResponse\x12*\n\x07granted\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\"\x9a\x01\n\x07ReadEnd\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x18\n\x0blease_token\x18\x02 \x01(\x0c\x42\x03\x80\x01\x01\x12\x0f\n\x07readers\x18\x03 \x01(\r\x12\x13\n\x0btransfer_id\x18\x04 \x01(\t\x12\'\n\x07outcome\x18\x05 \x01(\x0e\x32\x16.kvxfer.v1.ReadOutcome\x12\x12\n\nwill_retry\x18\x06 \x01(\x08\"\xa0\x01\n\x11\x43loseReadsRequest\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\x1d\n\x04rank\x18\x02 \x01(\x0b\x32\x0f.kvxfer.v1.Rank\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12!\n\x06reader\x18\x04 \x01(\x0b\x32\x11.kvxfer.v1.Reader\x12!\n\x05reads\x18\x05 \x03(\x0b\x32\x12.kvxfer.v1.ReadEnd\"\x14\n\x12\x43loseReadsResponse\"\x9a\x01\n\nReadNotice\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x12\n\nrequest_id\x18\x03 \x01(\t\x12\x18\n\x0blease_token\x18\x04 \x01(\x0c\x42\x03\x80\x01\x01\x12!\n\x06reader\x18\x05 \x01(\x0b\x32\x11.kvxfer.v1.Reader\x12\x13\n\x0btransfer_id\x18\x06 \x01(\t*\x94\x01\n\x0bReadOutcome\x12\x1c\n\x18READ_OUTCOME_UNSPECIFIED\x10\x00\x12\x15\n\x11READ_OUTCOME_DONE\x10\x01\x12\x17\n\x13READ_OUTCOME_FAILED\x10\x02\x12\x1a\n\x16READ_OUTCOME_CANCELLED\x10\x03\x12\x1b\n\x17READ_OUTCOME_NOT_NEEDED\x10\x04\x32\xa5\x02\n\x06KvPeer\x12\x43\n\x08\x45xchange\x12\x1a.kvxfer.v1.ExchangeRequest\x1a\x1b.kvxfer.v1.ExchangeResponse\x12\x43\n\x08OpenRead\x12\x1a.kvxfer.v1.OpenReadRequest\x1a\x1b.kvxfer.v1.OpenReadResponse\x12\x46\n\tRenewRead\x12\x1b.kvxfer.v1.RenewReadRequest\x1a\x1c.kvxfer.v1.RenewReadResponse\x12I\n\nCloseReads\x12\x1c.kvxfer.v1.CloseReadsRequest\x1a\x1d.kvxfer.v1.CloseReadsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14kvxfer/v1/peer.proto\x12\tkvxfer.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x16kvxfer/v1/layout.proto\"O\n\x06Reader\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\x1d\n\x04rank\x18\x02 \x01(\x0b\x32\x0f.kvxfer.v1.Rank\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\"\x87\x02\n\x0f\x45xchangeRequest\x12\x1c\n\x14protocol_version_min\x18\x01 \x01(\r\x12\x1c\n\x14protocol_version_max\x18\x02 \x01(\r\x12\x11\n\tengine_id\x18\x03 \x01(\t\x12\x1d\n\x04rank\x18\x04 \x01(\x0b\x32\x0f.kvxfer.v1.Rank\x12!\n\x06reader\x18\x05 \x01(\x0b\x32\x11.kvxfer.v1.Reader\x12\x19\n\x11\x63ompatibility_key\x18\x06 \x01(\t\x12\x1c\n\x14\x65xpected_incarnation\x18\x07 \x01(\t\x12\x19\n\x11known_incarnation\x18\x08 \x01(\t\x12\x0f\n\x07goodbye\x18\t \x01(\x08\"b\n\nRegionSpan\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\x04\x12\x0c\n\x04size\x18\x02 \x01(\x04\x12%\n\x06memory\x18\x03 \x01(\x0e\x32\x15.kvxfer.v1.MemoryKind\x12\x0e\n\x06\x64\x65vice\x18\x04 \x01(\r\"\xb3\x03\n\x10\x45xchangeResponse\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x11\n\tengine_id\x18\x02 \x01(\t\x12\x1d\n\x04rank\x18\x03 \x01(\x0b\x32\x0f.kvxfer.v1.Rank\x12\x0f\n\x07\x64p_rank\x18\x04 \x01(\r\x12\x0f\n\x07\x64p_size\x18\x05 \x01(\r\x12\x13\n\x0bincarnation\x18\x06 \x01(\t\x12\x19\n\x11\x63ompatibility_key\x18\x07 \x01(\t\x12!\n\x06layout\x18\x08 \x01(\x0b\x32\x11.kvxfer.v1.Layout\x12\x1a\n\x12layout_fingerprint\x18\t \x01(\t\x12$\n\x05spans\x18\n \x03(\x0b\x32\x15.kvxfer.v1.RegionSpan\x12\x12\n\nagent_name\x18\x0b \x01(\t\x12\x1b\n\x0e\x61gent_metadata\x18\x0c \x01(\x0c\x42\x03\x80\x01\x01\x12\x17\n\x0fmetadata_sha256\x18\r \x01(\x0c\x12/\n\x0cidle_timeout\x18\x0e \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x0c\n\x04host\x18\x0f \x01(\t\x12\x13\n\x0btcp_segment\x18\x10 \x01(\x04\",\n\x0b\x42lockDigest\x12\r\n\x05group\x18\x01 \x01(\t\x12\x0e\n\x06sha256\x18\x02 \x01(\x0c\"\xb6\x02\n\x0fOpenReadRequest\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\x1d\n\x04rank\x18\x02 \x01(\x0b\x32\x0f.kvxfer.v1.Rank\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12\x12\n\nrequest_id\x18\x04 \x01(\t\x12\x18\n\x0blease_token\x18\x05 \x01(\x0c\x42\x03\x80\x01\x01\x12!\n\x06reader\x18\x06 \x01(\x0b\x32\x11.kvxfer.v1.Reader\x12\x0f\n\x07readers\x18\x07 \x01(\r\x12\x13\n\x0btransfer_id\x18\x08 \x01(\t\x12\x12\n\nnum_tokens\x18\t \x01(\x04\x12&\n\x06\x62locks\x18\n \x03(\x0b\x32\x16.kvxfer.v1.BlockDigest\x12)\n\x06wanted\x18\x0b \x01(\x0b\x32\x19.google.protobuf.Duration\">\n\x10OpenReadResponse\x12*\n\x07granted\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\"\xfb\x01\n\x10RenewReadRequest\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\x1d\n\x04rank\x18\x02 \x01(\x0b\x32\x0f.kvxfer.v1.Rank\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12\x12\n\nrequest_id\x18\x04 \x01(\t\x12\x18\n\x0blease_token\x18\x05 \x01(\x0c\x42\x03\x80\x01\x01\x12!\n\x06reader\x18\x06 \x01(\x0b\x32\x11.kvxfer.v1.Reader\x12\x0f\n\x07readers\x18\x07 \x01(\r\x12\x13\n\x0btransfer_id\x18\x08 \x01(\t\x12)\n\x06wanted\x18\t \x01(\x0b\x32\x19.google.protobuf.Duration\"?\n\x11RenewReadResponse\x12*\n\x07granted\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\"\x9a\x01\n\x07ReadEnd\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x18\n\x0blease_token\x18\x02 \x01(\x0c\x42\x03\x80\x01\x01\x12\x0f\n\x07readers\x18\x03 \x01(\r\x12\x13\n\x0btransfer_id\x18\x04 \x01(\t\x12\'\n\x07outcome\x18\x05 \x01(\x0e\x32\x16.kvxfer.v1.ReadOutcome\x12\x12\n\nwill_retry\x18\x06 \x01(\x08\"\xa0\x01\n\x11\x43loseReadsRequest\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\x1d\n\x04rank\x18\x02 \x01(\x0b\x32\x0f.kvxfer.v1.Rank\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12!\n\x06reader\x18\x04 \x01(\x0b\x32\x11.kvxfer.v1.Reader\x12!\n\x05reads\x18\x05 \x03(\x0b\x32\x12.kvxfer.v1.ReadEnd\"\x14\n\x12\x43loseReadsResponse\"\x9a\x01\n\nReadNotice\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x12\n\nrequest_id\x18\x03 \x01(\t\x12\x18\n\x0blease_token\x18\x04 \x01(\x0c\x42\x03\x80\x01\x01\x12!\n\x06reader\x18\x05 \x01(\x0b\x32\x11.kvxfer.v1.Reader\x12\x13\n\x0btransfer_id\x18\x06 \x01(\t*\x94\x01\n\x0bReadOutcome\x12\x1c\n\x18READ_OUTCOME_UNSPECIFIED\x10\x00\x12\x15\n\x11READ_OUTCOME_DONE\x10\x01\x12\x17\n\x13READ_OUTCOME_FAILED\x10\x02\x12\x1a\n\x16READ_OUTCOME_CANCELLED\x10\x03\x12\x1b\n\x17READ_OUTCOME_NOT_NEEDED\x10\x04\x32\xa5\x02\n\x06KvPeer\x12\x43\n\x08\x45xchange\x12\x1a.kvxfer.v1.ExchangeRequest\x1a\x1b.kvxfer.v1.ExchangeResponse\x12\x43\n\x08OpenRead\x12\x1a.kvxfer.v1.OpenReadRequest\x1a\x1b.kvxfer.v1.OpenReadResponse\x12\x46\n\tRenewRead\x12\x1b.kvxfer.v1.RenewReadRequest\x1a\x1c.kvxfer.v1.RenewReadResponse\x12I\n\nCloseReads\x12\x1c.kvxfer.v1.CloseReadsRequest\x1a\x1d.kvxfer.v1.CloseReadsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -43,8 +43,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_READEND'].fields_by_name['lease_token']._serialized_options = b'\200\001\001'
   _globals['_READNOTICE'].fields_by_name['lease_token']._loaded_options = None
   _globals['_READNOTICE'].fields_by_name['lease_token']._serialized_options = b'\200\001\001'
-  _globals['_READOUTCOME']._serialized_start=2197
-  _globals['_READOUTCOME']._serialized_end=2345
+  _globals['_READOUTCOME']._serialized_start=2218
+  _globals['_READOUTCOME']._serialized_end=2366
   _globals['_READER']._serialized_start=91
   _globals['_READER']._serialized_end=170
   _globals['_EXCHANGEREQUEST']._serialized_start=173
@@ -52,25 +52,25 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_REGIONSPAN']._serialized_start=438
   _globals['_REGIONSPAN']._serialized_end=536
   _globals['_EXCHANGERESPONSE']._serialized_start=539
-  _globals['_EXCHANGERESPONSE']._serialized_end=953
-  _globals['_BLOCKDIGEST']._serialized_start=955
-  _globals['_BLOCKDIGEST']._serialized_end=999
-  _globals['_OPENREADREQUEST']._serialized_start=1002
-  _globals['_OPENREADREQUEST']._serialized_end=1312
-  _globals['_OPENREADRESPONSE']._serialized_start=1314
-  _globals['_OPENREADRESPONSE']._serialized_end=1376
-  _globals['_RENEWREADREQUEST']._serialized_start=1379
-  _globals['_RENEWREADREQUEST']._serialized_end=1630
-  _globals['_RENEWREADRESPONSE']._serialized_start=1632
-  _globals['_RENEWREADRESPONSE']._serialized_end=1695
-  _globals['_READEND']._serialized_start=1698
-  _globals['_READEND']._serialized_end=1852
-  _globals['_CLOSEREADSREQUEST']._serialized_start=1855
-  _globals['_CLOSEREADSREQUEST']._serialized_end=2015
-  _globals['_CLOSEREADSRESPONSE']._serialized_start=2017
-  _globals['_CLOSEREADSRESPONSE']._serialized_end=2037
-  _globals['_READNOTICE']._serialized_start=2040
-  _globals['_READNOTICE']._serialized_end=2194
-  _globals['_KVPEER']._serialized_start=2348
-  _globals['_KVPEER']._serialized_end=2641
+  _globals['_EXCHANGERESPONSE']._serialized_end=974
+  _globals['_BLOCKDIGEST']._serialized_start=976
+  _globals['_BLOCKDIGEST']._serialized_end=1020
+  _globals['_OPENREADREQUEST']._serialized_start=1023
+  _globals['_OPENREADREQUEST']._serialized_end=1333
+  _globals['_OPENREADRESPONSE']._serialized_start=1335
+  _globals['_OPENREADRESPONSE']._serialized_end=1397
+  _globals['_RENEWREADREQUEST']._serialized_start=1400
+  _globals['_RENEWREADREQUEST']._serialized_end=1651
+  _globals['_RENEWREADRESPONSE']._serialized_start=1653
+  _globals['_RENEWREADRESPONSE']._serialized_end=1716
+  _globals['_READEND']._serialized_start=1719
+  _globals['_READEND']._serialized_end=1873
+  _globals['_CLOSEREADSREQUEST']._serialized_start=1876
+  _globals['_CLOSEREADSREQUEST']._serialized_end=2036
+  _globals['_CLOSEREADSRESPONSE']._serialized_start=2038
+  _globals['_CLOSEREADSRESPONSE']._serialized_end=2058
+  _globals['_READNOTICE']._serialized_start=2061
+  _globals['_READNOTICE']._serialized_end=2215
+  _globals['_KVPEER']._serialized_start=2369
+  _globals['_KVPEER']._serialized_end=2662
 # @@protoc_insertion_point(module_scope)

@@ -206,6 +206,7 @@ class ExchangeResponse(_message.Message):
     METADATA_SHA256_FIELD_NUMBER: _builtins.int
     IDLE_TIMEOUT_FIELD_NUMBER: _builtins.int
     HOST_FIELD_NUMBER: _builtins.int
+    TCP_SEGMENT_FIELD_NUMBER: _builtins.int
     protocol_version: _builtins.int
     """OUTPUT.  The highest version that both speak."""
     engine_id: _builtins.str
@@ -230,6 +231,10 @@ class ExchangeResponse(_message.Message):
     """OUTPUT.  A mark of the host that this side runs on, whatever the container: two sides that give the same are on one
     host, where a read over TCP is a slow one.  It says nothing else of the host.  Empty where it is not known; at most
     64 characters.
+    """
+    tcp_segment: _builtins.int
+    """OUTPUT.  The largest message that this side's UCX sends over TCP, bytes; 0 where it is not known.  The reader's must
+    have room for it: UCX does not compare them, and writes what is larger past the end of its buffer.
     """
     @_builtins.property
     def rank(self) -> _layout_pb2.Rank:
@@ -265,10 +270,11 @@ class ExchangeResponse(_message.Message):
         metadata_sha256: _builtins.bytes = ...,
         idle_timeout: _duration_pb2.Duration | None = ...,
         host: _builtins.str = ...,
+        tcp_segment: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["idle_timeout", b"idle_timeout", "layout", b"layout", "rank", b"rank"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent_metadata", b"agent_metadata", "agent_name", b"agent_name", "compatibility_key", b"compatibility_key", "dp_rank", b"dp_rank", "dp_size", b"dp_size", "engine_id", b"engine_id", "host", b"host", "idle_timeout", b"idle_timeout", "incarnation", b"incarnation", "layout", b"layout", "layout_fingerprint", b"layout_fingerprint", "metadata_sha256", b"metadata_sha256", "protocol_version", b"protocol_version", "rank", b"rank", "spans", b"spans"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent_metadata", b"agent_metadata", "agent_name", b"agent_name", "compatibility_key", b"compatibility_key", "dp_rank", b"dp_rank", "dp_size", b"dp_size", "engine_id", b"engine_id", "host", b"host", "idle_timeout", b"idle_timeout", "incarnation", b"incarnation", "layout", b"layout", "layout_fingerprint", b"layout_fingerprint", "metadata_sha256", b"metadata_sha256", "protocol_version", b"protocol_version", "rank", b"rank", "spans", b"spans", "tcp_segment", b"tcp_segment"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -231,6 +231,15 @@ class Links:
                 local=f"{mine} {low}-{high}",
                 remote=f"{answer.compatibility_key} {answer.protocol_version}",
             )
+        if answer.tcp_segment > (room := self._registration.segments.received):
+            raise KvxferError(
+                Reason.INCOMPATIBLE_PEER,
+                f"{client.address} sends {answer.tcp_segment} bytes at once over TCP (UCX_TCP_TX_SEG_SIZE there), and "
+                f"there is room for {room} (UCX_TCP_RX_SEG_SIZE here): UCX would write past the end of its buffer",
+                address=client.address,
+                local=room,
+                remote=answer.tcp_segment,
+            )
         if rank.incarnation not in ("", answer.incarnation):
             raise KvxferError(
                 Reason.STALE_INCARNATION,

@@ -82,6 +82,7 @@ class PeerService(peer_pb2_grpc.KvPeerServicer):
                 compatibility_key=identity.compatibility_key,
                 idle_timeout=IDLE_TIMEOUT,
                 host=registration.links.host,
+                tcp_segment=registration.segments.sent,
                 memory=None if known else memory,
             )
         )

@@ -34,7 +34,7 @@ from kvxfer.service.metrics import Metrics
 from kvxfer.service.readers import Readers
 from kvxfer.service.settings import ServiceSettings
 from kvxfer.service.transfers import Transfers
-from kvxfer.service.transport import Probe
+from kvxfer.service.transport import Probe, Segments, tcp_segments
 from kvxfer.wire.fields import at
 from kvxfer.wire.handles import handle_path
 from kvxfer.wire.peer import notice_from_bytes
@@ -58,6 +58,7 @@ class Registration:
         regions: Sequence[MappedRegion],
         engine: TransferEngine,
         metadata: bytes,
+        segments: Segments,
         readers: Readers,
         leases: Leases,
         events: Events,
@@ -71,6 +72,7 @@ class Registration:
         self.incarnation: Final = incarnation
         self.engine: Final = engine
         self.metadata: Final = metadata
+        self.segments: Final = segments
         self.spans: Final = spans_of(record.layout, regions)
         self.exported: Final[tuple[Mappable | None, ...]] = tuple(r.export() for r in regions)
         self.readers: Final = readers
@@ -349,6 +351,7 @@ class Registrations:
             await engine.start()
             await engine.register(spans_of(record.layout, regions))
             metadata = await engine.metadata()
+            segments = tcp_segments((await engine.info()).environment)
         except BaseException:
             if engine is not None:
                 await engine.close()
@@ -370,6 +373,7 @@ class Registrations:
             regions,
             engine,
             metadata,
+            segments,
             readers,
             leases,
             events,

@@ -39,6 +39,7 @@ MAX_NOTICE: Final = 4096
 #: Most reads that one call ends.
 MAX_ENDS: Final = 1024
 _MAX_VERSION: Final = 65_535
+_MAX_SEGMENT: Final = 1 << 40
 
 
 class Outcome(Enum):
@@ -107,6 +108,7 @@ class ExchangeAnswer:
     :param memory: ``None`` where the reader knows this incarnation already.
     :param idle_timeout: the peer forgets a reader of which it hears nothing for so long, seconds.
     :param host: equal to the reader's own where both run on one host; empty where it is not told.
+    :param tcp_segment: the largest message that the peer's UCX sends over TCP, bytes; 0 where it is not told.
     """
 
     protocol_version: int
@@ -119,6 +121,7 @@ class ExchangeAnswer:
     idle_timeout: float
     memory: PeerMemory | None
     host: str = ""
+    tcp_segment: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,6 +235,7 @@ def answer_to_pb(answer: ExchangeAnswer) -> pb.ExchangeResponse:
         compatibility_key=answer.compatibility_key,
         idle_timeout=duration(answer.idle_timeout),
         host=answer.host,
+        tcp_segment=answer.tcp_segment,
     )
     if memory := answer.memory:
         message.layout.CopyFrom(layout_to_pb(memory.layout))
@@ -260,6 +264,7 @@ def _answer(message: pb.ExchangeResponse) -> ExchangeAnswer:
         idle_timeout=seconds(message, "idle_timeout", ""),
         memory=_memory(message) if message.HasField("layout") else None,
         host=optional_text(message.host, "host", MAX_INCARNATION),
+        tcp_segment=integer(message.tcp_segment, "tcp_segment", 0, _MAX_SEGMENT),
     )
 
 

@@ -123,6 +123,7 @@ async def test_garbage_in_each_field(reading: Reading, fake: FakePeer) -> None:
                 one.ClearField("dp_size")
                 one.ClearField("idle_timeout")
                 one.ClearField("host")
+                one.ClearField("tcp_segment")
                 for span in one.spans:
                     span.ClearField("address")  # where its memory lies only the peer knows
                 one.ClearField("incarnation")  # none was asked for
@@ -180,6 +181,20 @@ async def test_a_peer_that_answers_as_somebody_else(reading: Reading, fake: Fake
     request.spec.ticket.ranks[0].incarnation = "promised"
     error = await refusal(reading.stub.ReadBlocks(request))
     assert (error.reason, error.metadata["expected"]) == (Reason.STALE_INCARNATION, "promised")
+    fake.answer = None
+    await reading.good()
+
+
+async def test_a_peer_that_sends_more_at_once_than_there_is_room_for(reading: Reading, fake: FakePeer) -> None:
+    answer = await sound_answer(reading)
+    assert answer.tcp_segment == 8 * 1024
+    answer.tcp_segment = 64 * 1024 + 1
+    fake.answer = answer
+    error = await refusal(reading.stub.Handshake(through(reading, fake)))
+    assert (error.reason, error.metadata["local"]) == (Reason.INCOMPATIBLE_PEER, "65536")
+    assert error.metadata["remote"] == "65537"
+    assert "UCX_TCP_TX_SEG_SIZE there" in error.message
+    assert "UCX_TCP_RX_SEG_SIZE here" in error.message
     fake.answer = None
     await reading.good()
 

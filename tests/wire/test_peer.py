@@ -49,7 +49,7 @@ MEMORY = PeerMemory(
     "kvxfer-inc-p",
     b"metadata of an agent",
 )
-ANSWER = ExchangeAnswer(1, "prefill-0", Rank(1, 2), 0, 1, "inc-p", "key", 30.0, MEMORY)
+ANSWER = ExchangeAnswer(1, "prefill-0", Rank(1, 2), 0, 1, "inc-p", "key", 30.0, MEMORY, "a-host", 122_880)
 REF = ReadRef("prefill-0", Rank(1, 2), "inc-p", "cmpl-42", bytes(range(16)), READER, 4, "t-1")
 OPEN = OpenRead(REF, 4_175, (("full", bytes(32)), ("mamba.0", b"\1" * 32)), 12.5)
 CLOSE = CloseRead(REF, Outcome.FAILED, will_retry=True)
@@ -185,6 +185,7 @@ def test_exchange_refuses(change: Callable[[Any], object], field: str) -> None:
         (lambda m: setattr(m.spans[1], "memory", 2), "spans[1]"),
         (lambda m: setattr(m.spans[1], "device", 1), "spans[1]"),
         (lambda m: m.ClearField("agent_name"), "agent_name"),
+        (lambda m: setattr(m, "tcp_segment", 2**40 + 1), "tcp_segment"),
     ],
 )
 def test_unsound_answer_is_the_peers_fault(change: Callable[[Any], object], field: str) -> None:
