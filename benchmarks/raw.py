@@ -1,7 +1,7 @@
 """What a bare NIXL READ of given descriptors costs between two processes: the yardstick for everything above it.
 
-Nothing of kvxfer is in the path: two agents, prepared lists, one request.  The settings of UCX are those of kvxfer,
-which are the better ones here, and so are rows and index arrays.
+Nothing of kvxfer is in the path: two agents, prepared lists, one request.  Rows and index arrays are those of kvxfer,
+and so are the settings of UCX, which are the better ones here, unless NIXL is asked for as it comes.
 """
 
 from __future__ import annotations
@@ -41,13 +41,16 @@ class Sample(NamedTuple):
         return self.make + self.move
 
 
-def new_agent(name: str) -> Any:
-    """An agent with the settings of kvxfer."""
-    from kvxfer.xfer.environment import apply_defaults
+def new_agent(name: str, *, as_it_comes: bool = False) -> Any:
+    """An agent with the settings of kvxfer; or with those of NIXL and UCX, which have a thread for the progress."""
+    if not as_it_comes:
+        from kvxfer.xfer.environment import apply_defaults
 
-    apply_defaults()
+        apply_defaults()
     from nixl._api import nixl_agent, nixl_agent_config
 
+    if as_it_comes:
+        return nixl_agent(name)
     return nixl_agent(name, nixl_agent_config(enable_prog_thread=False, capture_telemetry=True))
 
 
@@ -59,8 +62,9 @@ def descriptors_of(case: Case) -> tuple[SourcePlan, SourceRead]:
     return plan.sources[0], resolve(plan, request).sources[0]
 
 
-def _serve(path: str, size: int) -> tuple[tuple[bytes, int], Any]:
-    agent, region = new_agent("raw-target"), SharedRegion.map(FileHandle(path, 0, size))
+def _serve(path: str, size: int, as_it_comes: bool) -> tuple[tuple[bytes, int], Any]:
+    agent = new_agent("raw-target", as_it_comes=as_it_comes)
+    region = SharedRegion.map(FileHandle(path, 0, size))
     address = region.numpy(np.uint8, (size,)).ctypes.data
     agent.register_memory([(address, size, 0, "")], "DRAM")
     return (agent.get_agent_metadata(), address), (agent, region)
@@ -77,13 +81,17 @@ def _attend(pipe: Connection, kept: Any) -> None:
 
 
 class Raw(Aside):
-    """A reader in this process, and a target in one of its own, over the files of a :class:`Memory`."""
+    """A reader in this process, and a target in one of its own, over the files of a :class:`Memory`.
 
-    def __init__(self, memory: Memory) -> None:
-        super().__init__(_serve, str(memory.directory / "P"), memory.files["P"].size, attend=_attend)
+    :param as_it_comes: NIXL and UCX with settings of their own.  No agent of this process may have had other ones.
+    """
+
+    def __init__(self, memory: Memory, *, as_it_comes: bool = False) -> None:
+        files = str(memory.directory / "P"), memory.files["P"].size
+        super().__init__(_serve, *files, as_it_comes, attend=_attend)
         metadata, self._there = self.told
         self._memory = memory
-        self._agent = new_agent("raw-reader")
+        self._agent = new_agent("raw-reader", as_it_comes=as_it_comes)
         self._here = memory.bytes["D"].ctypes.data
         self._agent.register_memory([(self._here, memory.bytes["D"].size, 0, "")], "DRAM")
         self._name = self._agent.add_remote_agent(metadata).decode()

@@ -70,13 +70,17 @@ LAYERS: dict[str, Layer] = {
         ours=("kvxfer.core", "kvxfer.pb", "kvxfer.memory.handles"), theirs=("google", "numpy"), without=PURE
     ),
     "kvxfer.xfer": Layer(ours=("kvxfer.core",), theirs=("numpy", "structlog"), lazily=("torch",)),
+    "kvxfer.xfer.segments": Layer(without=PURE),
     "kvxfer.xfer.nixl": Layer(
         ours=("kvxfer.core", "kvxfer.files", "kvxfer.xfer"),
         theirs=("numpy", "structlog", "nixl", "nixl_cu12", "nixl_cu13"),
         lazily=("torch",),
     ),
     "kvxfer.service": Layer(
-        ours=("kvxfer.wire", "kvxfer.pb", "kvxfer.core", "kvxfer.files", "kvxfer.xfer.api", "kvxfer.memory"),
+        ours=(
+            *("kvxfer.wire", "kvxfer.pb", "kvxfer.core", "kvxfer.files", "kvxfer.memory"),
+            *("kvxfer.xfer.api", "kvxfer.xfer.segments"),
+        ),
         theirs=(*GRPC, "numpy", "structlog"),
     ),
     "kvxfer.sizes": Layer(without=PURE),

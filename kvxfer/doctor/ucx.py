@@ -27,7 +27,7 @@ _FEW_PORTS: Final = 100
 #: What becomes of it when another value is in force than the default.
 _STAKES: Final[Mapping[str, str]] = {
     "UCX_TCP_TX_SEG_SIZE": "Other segments can halve the TCP throughput; readers need as large a UCX_TCP_RX_SEG_SIZE.",
-    "UCX_TCP_RX_SEG_SIZE": "UCX does not start where UCX_TCP_TX_SEG_SIZE is larger, and no engine is read where it is.",
+    "UCX_TCP_RX_SEG_SIZE": "UCX does not start where UCX_TCP_TX_SEG_SIZE is larger; no peer is read from whose own is.",
     "UCX_TCP_USER_TIMEOUT": "With UCX_TCP_KEEPIDLE and UCX_TCP_KEEPINTVL it decides how soon a silent peer is noticed.",
     "UCX_TCP_KEEPIDLE": "With UCX_TCP_USER_TIMEOUT and UCX_TCP_KEEPINTVL it decides how soon a silent peer is noticed.",
     "UCX_TCP_KEEPINTVL": "With UCX_TCP_USER_TIMEOUT and UCX_TCP_KEEPIDLE it decides how soon a silent peer is noticed.",

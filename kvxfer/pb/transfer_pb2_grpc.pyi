@@ -66,6 +66,7 @@ class KvTransferStub:
     CancelTransfer: _grpc.UnaryUnaryMultiCallable[_transfer_pb2.CancelTransferRequest, _transfer_pb2.CancelTransferResponse]
     """Cancels a transfer and answers once its local blocks are safe to reuse.  That is final: no call with its ID reads
     them later, also where the ID is not known yet (TRANSFER_UNKNOWN) because the call that brings it has been overtaken.
+    The last 16,384 IDs that were cancelled at an engine are remembered for that.
     """
     WatchTransfers: _grpc.UnaryStreamMultiCallable[_transfer_pb2.WatchTransfersRequest, _transfer_pb2.WatchTransfersResponse]
     """Streams the state changes of all transfers of an engine, until the caller ends it."""
@@ -116,6 +117,7 @@ class KvTransferAsyncStub(KvTransferStub):
     CancelTransfer: _aio.UnaryUnaryMultiCallable[_transfer_pb2.CancelTransferRequest, _transfer_pb2.CancelTransferResponse]  # type: ignore[assignment]
     """Cancels a transfer and answers once its local blocks are safe to reuse.  That is final: no call with its ID reads
     them later, also where the ID is not known yet (TRANSFER_UNKNOWN) because the call that brings it has been overtaken.
+    The last 16,384 IDs that were cancelled at an engine are remembered for that.
     """
     WatchTransfers: _aio.UnaryStreamMultiCallable[_transfer_pb2.WatchTransfersRequest, _transfer_pb2.WatchTransfersResponse]  # type: ignore[assignment]
     """Streams the state changes of all transfers of an engine, until the caller ends it."""
@@ -217,6 +219,7 @@ class KvTransferServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_transfer_pb2.CancelTransferResponse, _abc.Awaitable[_transfer_pb2.CancelTransferResponse]]:
         """Cancels a transfer and answers once its local blocks are safe to reuse.  That is final: no call with its ID reads
         them later, also where the ID is not known yet (TRANSFER_UNKNOWN) because the call that brings it has been overtaken.
+        The last 16,384 IDs that were cancelled at an engine are remembered for that.
         """
 
     @_abc_1.abstractmethod

@@ -235,7 +235,7 @@ class Links:
             raise KvxferError(
                 Reason.INCOMPATIBLE_PEER,
                 f"{client.address} sends {answer.tcp_segment} bytes at once over TCP (UCX_TCP_TX_SEG_SIZE there), and "
-                f"there is room for {room} (UCX_TCP_RX_SEG_SIZE here): UCX would write past the end of its buffer",
+                f"there is room for {room} (UCX_TCP_RX_SEG_SIZE here): UCX could write past the end of its buffer",
                 address=client.address,
                 local=room,
                 remote=answer.tcp_segment,

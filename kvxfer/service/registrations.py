@@ -34,12 +34,13 @@ from kvxfer.service.metrics import Metrics
 from kvxfer.service.readers import Readers
 from kvxfer.service.settings import ServiceSettings
 from kvxfer.service.transfers import Transfers
-from kvxfer.service.transport import Probe, Segments, tcp_segments
+from kvxfer.service.transport import Probe
 from kvxfer.wire.fields import at
 from kvxfer.wire.handles import handle_path
 from kvxfer.wire.peer import notice_from_bytes
 from kvxfer.wire.requests import RegisterCache
 from kvxfer.xfer.api import NotificationHandler, Span, TransferEngine
+from kvxfer.xfer.segments import Segments
 
 log = structlog.get_logger()
 
@@ -351,7 +352,7 @@ class Registrations:
             await engine.start()
             await engine.register(spans_of(record.layout, regions))
             metadata = await engine.metadata()
-            segments = tcp_segments((await engine.info()).environment)
+            segments = Segments.of((await engine.info()).environment)
         except BaseException:
             if engine is not None:
                 await engine.close()

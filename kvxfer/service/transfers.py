@@ -45,6 +45,8 @@ log = structlog.get_logger()
 ANNOUNCED_TTL: Final = 5.0
 #: What a source says that is about to stop; it serves on what it has granted.
 STOPPING: Final = Reason.SHUTTING_DOWN.value
+#: So many IDs that were cancelled stay known as such, of each registration; 16,384 take 2 to 6 MiB.
+KEPT_CANCELLED: Final = 16_384
 
 
 @dataclass
@@ -67,7 +69,7 @@ class Transfers:
         self._settings = settings
         self._known: dict[str, Transfer] = {}
         self._preparing: dict[str, _Preparing] = {}
-        #: IDs that were cancelled before there was a transfer, oldest first.
+        #: IDs that were cancelled, the last ones last: no call with one of them reads, whatever else is forgotten.
         self._refused: dict[str, None] = {}
         self._claims: dict[int, str] = {}
         self._ended: deque[Transfer] = deque()
@@ -154,6 +156,8 @@ class Transfers:
             except KvxferError as error:
                 if error.reason is not Reason.DEADLINE_EXCEEDED:  # which was that of whoever began
                     raise
+                if other.cancelled is not None:
+                    raise other.cancelled from None
         preparing = _Preparing(spec, asyncio.get_running_loop().create_future())
         self._preparing[spec.transfer_id] = preparing
         try:
@@ -455,17 +459,21 @@ class Transfers:
         """Cancel, and wait at most ``timeout`` seconds until the local blocks are safe to reuse.
 
         That is final, also for what is not there yet: who gives up a call cannot know how far that has come, and is
-        about to use the local blocks for something else.  No call with this ID, under way or to come, reads anything.
+        about to use the local blocks for something else.  No call with this ID, under way or to come, reads anything;
+        of those that come later, as long as :data:`KEPT_CANCELLED` others have not been cancelled since.
 
         :raises KvxferError: TRANSFER_UNKNOWN, also then.
         """
         known, preparing = self._known.get(transfer_id), self._preparing.get(transfer_id)
+        self._refused.pop(transfer_id, None)
+        self._refused[transfer_id] = None
+        while len(self._refused) > KEPT_CANCELLED:
+            del self._refused[next(iter(self._refused))]
+        if known is not None and known.taken_back:  # its ID is free no more
+            known.taken_back, known.error = False, _cancelled(transfer_id)
         if known is not None and preparing is None:
             await self._cancel(known, timeout)
             return known
-        self._refused[transfer_id] = None
-        while len(self._refused) > self._settings.kept_transfers:
-            del self._refused[next(iter(self._refused))]
         if preparing is None:
             return self.get(transfer_id)
         # Nothing of it has been posted, so nobody has to wait: this is how it will have ended once it is made.
@@ -475,7 +483,6 @@ class Transfers:
         return ended
 
     async def _cancel(self, transfer: Transfer, timeout: float) -> None:
-        transfer.taken_back = False  # no late call with its ID may write its blocks
         error = _cancelled(transfer.id)
         if transfer.state is State.PREPARED:
             self._give_up(transfer, Event.CANCEL, error)

@@ -11,14 +11,12 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import os
-import re
 import socket
 import struct
-from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final
 
 from kvxfer.xfer.api import ReadResult
 
@@ -30,9 +28,6 @@ _RECEIVED: Final = 128
 #: Open descriptors of this process that are looked through at most: it is done while the event loop waits.
 MOST_DESCRIPTORS: Final = 2_048
 _LIBC: Final = ctypes.CDLL(None)
-#: UCX's variables, and its own values where nobody has set any.
-_SEGMENTS: Final = {"UCX_TCP_TX_SEG_SIZE": "8K", "UCX_TCP_RX_SEG_SIZE": "64K"}
-_UNITS: Final = {"": 1, "B": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 _BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -59,28 +54,6 @@ def host_mark() -> str:
     except OSError:
         return ""
     return hashlib.sha256(b"kvxfer host " + boot.encode()).hexdigest()[:32]
-
-
-class Segments(NamedTuple):
-    """What UCX sends at once over TCP at most, and how much it has room for, bytes; 0 where it takes no such value."""
-
-    sent: int
-    received: int
-
-
-def tcp_segments(environment: Mapping[str, str]) -> Segments:
-    """As the environment of UCX says.
-
-    UCX does not compare them with the other side's: what comes in larger than it has room for is written past the end
-    of its buffer.
-    """
-    return Segments(*(_bytes(environment.get(name, own)) for name, own in _SEGMENTS.items()))
-
-
-def _bytes(text: str) -> int:
-    """A size as UCX takes it, or 0."""
-    found = re.fullmatch(r"\s*\+?(\d+)([BKMGT]?)B?", text.upper(), re.ASCII)
-    return int(found[1]) * _UNITS[found[2]] if found else 0
 
 
 def received_over_tcp() -> int | None:

@@ -10,13 +10,15 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Final, NoReturn
 
+from kvxfer.xfer import segments
+
 #: Set where the user has set nothing, before the first agent of the process is created.
 DEFAULTS: Final[Mapping[str, str]] = MappingProxyType(
     {
         # Larger segments more than double the TCP throughput.  UCX writes each with one call, and a little less than
         # two of the kernel's packets of 64 KiB is best: what is left over beyond whole ones goes out alone.
-        "UCX_TCP_TX_SEG_SIZE": "120K",
-        "UCX_TCP_RX_SEG_SIZE": "256K",
+        segments.SENT: "120K",
+        segments.RECEIVED: "256K",
         # A peer that fell silent (link down, host gone) must be an error after seconds.  None of the three works alone.
         "UCX_TCP_USER_TIMEOUT": "3s",
         "UCX_TCP_KEEPIDLE": "1s",
@@ -29,21 +31,19 @@ DEFAULTS: Final[Mapping[str, str]] = MappingProxyType(
     }
 )
 
-_ours: set[str] = set()
+_ours: dict[str, str] = {}
 
 
 def apply_defaults() -> None:
-    """Put :data:`DEFAULTS` into the environment, where nothing is set yet."""
-    for name, value in DEFAULTS.items():
-        if name not in os.environ:
-            os.environ[name] = value
-            _ours.add(name)
+    """Put :data:`DEFAULTS` into the environment, where nothing is set yet, and as far as they go with what is."""
+    for name, value in segments.missing(os.environ, DEFAULTS).items():
+        os.environ[name] = _ours[name] = value
 
 
 def effective() -> tuple[Mapping[str, str], tuple[str, ...]]:
     """The ``UCX_*`` and ``NIXL_*`` variables in force, and the names of those that are kvxfer's defaults."""
     found = {k: v for k, v in sorted(os.environ.items()) if k.startswith(("UCX_", "NIXL_"))}
-    return MappingProxyType(found), tuple(k for k in found if k in _ours and found[k] == DEFAULTS[k])
+    return MappingProxyType(found), tuple(k for k in found if found[k] == _ours.get(k))
 
 
 def ucx_version() -> str:

@@ -133,7 +133,7 @@ async def world(tmp_path: Path) -> AsyncIterator[World]:
         sides.append(Side(sidecar, AsyncClient(sidecar.engine_target, engine_id=name), regions))
     yield World(*sides, fabric)
     fabric.let_go()
-    for side in sides:
+    for side in reversed(sides):  # the reader has still to tell its source
         await side.client.close()
         await side.sidecar.stop()
         for region in side.regions:

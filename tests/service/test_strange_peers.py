@@ -195,6 +195,8 @@ async def test_a_peer_that_sends_more_at_once_than_there_is_room_for(reading: Re
     assert error.metadata["remote"] == "65537"
     assert "UCX_TCP_TX_SEG_SIZE there" in error.message
     assert "UCX_TCP_RX_SEG_SIZE here" in error.message
+    answer.tcp_segment = 64 * 1024  # for which there is just room
+    await reading.stub.Handshake(through(reading, fake))
     fake.answer = None
     await reading.good()
 

@@ -14,7 +14,7 @@ import pytest
 
 from kvxfer.core.errors import KvxferError, Reason
 from kvxfer.pb import transfer_pb2 as pb
-from kvxfer.service import engine, watch
+from kvxfer.service import engine, transfers, watch
 from kvxfer.wire.requests import spec_from_pb
 from kvxfer.xfer.api import Read, ReadResult
 from kvxfer.xfer.loopback import LoopbackEngine
@@ -274,16 +274,82 @@ async def test_cancelling_what_is_being_prepared(
     await reading.good()
 
 
-async def test_cancelling_what_nobody_knows_is_final(cluster: Cluster) -> None:
-    """A call that was given up may come after its cancellation; as many IDs are remembered as ended transfers."""
+async def test_cancelling_ends_whoever_tries_again(reading: Reading, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever has joined a transfer goes on where the time of the one who began it is over, but not once it is
+    cancelled, however many others were cancelled since."""
+    monkeypatch.setattr(transfers, "KEPT_CANCELLED", 1)
+    (registration,) = reading.d.nodes[0].sidecar.registrations
+    asked, answer, get = asyncio.Event(), asyncio.Event(), registration.links.get
+
+    async def late(*_: Any) -> Any:
+        monkeypatch.setattr(registration.links, "get", get)
+        asked.set()
+        await answer.wait()
+        raise KvxferError(Reason.DEADLINE_EXCEEDED, "for the test")
+
+    monkeypatch.setattr(registration.links, "get", late)
+    first = asyncio.ensure_future(refusal(reading.stub.ReadBlocks(reading.request("t1"))))
+    await asked.wait()
+    spec = spec_from_pb(reading.request("t1").spec)
+    joined = asyncio.ensure_future(registration.transfers.prepare(spec))
+    await asyncio.sleep(0)
+    assert (await reading.d.cancel("t1")).quiesced
+    await refusal(reading.stub.CancelTransfer(pb.CancelTransferRequest(engine_id="engine-d", transfer_id="another")))
+    answer.set()
+    assert (await first).reason is Reason.DEADLINE_EXCEEDED
+    with pytest.raises(KvxferError) as caught:
+        await joined
+    assert caught.value.reason is Reason.TRANSFER_CANCELLED
+    assert untouched(reading)
+
+
+async def test_cancelling_what_is_tried_again(reading: Reading, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was taken back before, since its blocks were busy; what is being prepared is another one of its ID."""
+    await reading.good()
+    (registration,) = reading.d.nodes[0].sidecar.registrations
+    reading.fabric.hold()
+    await reading.stub.ReadBlocks(reading.request("t1", wait=False))
+    assert (await refusal(reading.stub.ReadBlocks(reading.request("t2")))).reason is Reason.LOCAL_BLOCK_BUSY
+    asked, answer, get = asyncio.Event(), asyncio.Event(), registration.links.get
+
+    async def slow(*args: Any) -> Any:
+        asked.set()
+        await answer.wait()
+        return await get(*args)
+
+    monkeypatch.setattr(registration.links, "get", slow)
+    again = asyncio.ensure_future(refusal(reading.stub.ReadBlocks(reading.request("t2"))))
+    await asked.wait()
+    reading.fabric.let_go()
+    await reach(reading, "t1", DONE)
+    posts = reading.fabric.posts
+    ended = await reading.d.cancel("t2")
+    assert (ended.state, ended.quiesced) == (CANCELLED, True)
+    answer.set()
+    assert (await again).reason is Reason.TRANSFER_CANCELLED
+    assert reading.fabric.posts == posts
+
+
+async def test_what_is_cancelled_is_never_read(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call that was given up may come after its cancellation, and after the transfer has been forgotten."""
+    monkeypatch.setattr(transfers, "KEPT_CANCELLED", 3)
     p = await cluster.engine("engine-p", [await cluster.node()])
-    d = await cluster.engine("engine-d", [await cluster.node(kept_transfers=2)])
+    d = await cluster.engine("engine-d", [await cluster.node(kept_transfers=0)])
     reading = Reading(cluster, p, d)
-    for name in ("t1", "t2", "t3"):
+
+    async def cancel(name: str) -> None:
+        """One that is not known."""
         cancelling = reading.stub.CancelTransfer(pb.CancelTransferRequest(engine_id="engine-d", transfer_id=name))
         error = await refusal(cancelling)
         assert (error.reason, error.field) == (Reason.TRANSFER_UNKNOWN, "transfer_id")
-    for name in ("t2", "t3"):
+
+    await cancel("t1")
+    await cancel("t2")
+    await cancel("t1")
+    await cancel("t3")
+    await reading.stub.PrepareTransfer(pb.PrepareTransferRequest(spec=reading.request("t4").spec))
+    assert (await reading.d.cancel("t4")).state == CANCELLED
+    for name in ("t1", "t3", "t4"):
         request = reading.request(name)
         for call in (
             reading.stub.ReadBlocks(request),
@@ -293,7 +359,7 @@ async def test_cancelling_what_nobody_knows_is_final(cluster: Cluster) -> None:
             assert (error.reason, error.metadata["transfer_id"]) == (Reason.TRANSFER_CANCELLED, name)
     assert reading.fabric.posts == 0
     assert untouched(reading)
-    assert (await reading.stub.ReadBlocks(reading.request("t1"))).transfer.state == DONE
+    assert (await reading.stub.ReadBlocks(reading.request("t2"))).transfer.state == DONE
 
 
 async def test_a_deadline_fails_the_read_and_drains(reading: Reading) -> None:

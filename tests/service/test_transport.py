@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 
 from kvxfer.service import transport
-from kvxfer.service.transport import LEAST_BYTES, Probe, Transport, host_mark, judge, received_over_tcp, tcp_segments
+from kvxfer.service.transport import LEAST_BYTES, Probe, Transport, host_mark, judge, received_over_tcp
 from kvxfer.xfer.api import ReadResult
-from kvxfer.xfer.environment import DEFAULTS
 
 SIZE = 1_000_000
 
@@ -140,31 +139,3 @@ def test_the_mark_of_a_host_tells_nothing_else_of_it(monkeypatch: pytest.MonkeyP
     assert transport._BOOT_ID.read_text().strip().replace("-", "") not in mark
     monkeypatch.setattr(transport, "_BOOT_ID", Path(f"{tmp_path}/nothing"))
     assert host_mark() == ""
-
-
-@pytest.mark.parametrize(
-    "text, size",
-    [
-        ("98304", 98_304),
-        ("98304b", 98_304),
-        ("96K", 98_304),
-        ("96kb", 98_304),
-        (" +1M", 1 << 20),
-        ("2GB", 2 << 30),
-        ("inf", 0),
-        ("auto", 0),
-        ("-1K", 0),
-        ("1.5K", 0),
-        ("96KK", 0),
-        ("\u0663K", 0),
-        ("", 0),
-    ],
-)
-def test_segments_are_read_as_ucx_reads_them(text: str, size: int) -> None:
-    assert tcp_segments({"UCX_TCP_RX_SEG_SIZE": text}) == (8 * 1024, size)
-    assert tcp_segments({"UCX_TCP_TX_SEG_SIZE": text}) == (size, 64 * 1024)
-
-
-def test_what_kvxfer_sends_has_room_where_kvxfer_receives() -> None:
-    segments = tcp_segments(DEFAULTS)
-    assert 0 < segments.sent <= segments.received

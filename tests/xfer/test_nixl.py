@@ -20,6 +20,7 @@ from kvxfer.xfer.api import MemoryKind, Peer, Read, ReadResult, ReadState, RowAr
 from kvxfer.xfer.engine import EngineSettings
 from kvxfer.xfer.environment import DEFAULTS
 from kvxfer.xfer.nixl import NixlEngine, _translated
+from kvxfer.xfer.segments import Segments
 from tests.xfer.nixl_processes import Bytes, Target, cpu_seconds, pattern, reader, run, span_of, target
 from tests.xfer.waiting import state_of, until
 
@@ -479,6 +480,18 @@ async def described() -> None:
 
 def test_info_tells_defaults_from_the_users_settings() -> None:
     run(described, {"UCX_TCP_TX_SEG_SIZE": "32K"})
+
+
+async def narrow() -> None:
+    async with reader("narrow-7") as engine:
+        info = await engine.info()
+        assert Segments.of(info.environment) == (64 * 1024, 64 * 1024)
+        assert set(info.defaults) == set(DEFAULTS) - {"UCX_TCP_RX_SEG_SIZE"}
+
+
+def test_defaults_fit_what_the_user_has_set() -> None:
+    """UCX would not start with segments that are larger than what it has room for."""
+    run(narrow, {"UCX_TLS": "tcp", "UCX_TCP_RX_SEG_SIZE": "64K"})
 
 
 class _Agent:

@@ -280,7 +280,8 @@ def prepare(
     :param transfer_id: chosen by the caller; the same ID with the same content is the same transfer.  Empty: a new one.
     :raises KvxferError: NOT_REGISTERED, STALE_INCARNATION, INCOMPATIBLE_PEER, GROUP_MISMATCH, BLOCK_OUT_OF_RANGE,
         NULL_BLOCK, DUPLICATE_BLOCK, RANGE_INVALID, RANGE_NOT_COVERED, STATE_POSITION_MISMATCH, TOO_MANY_DESCRIPTORS,
-        LOCAL_BLOCK_BUSY, LIMIT_EXCEEDED, TRANSFER_ID_REUSED, those of a handshake; and what every call may raise.
+        LOCAL_BLOCK_BUSY, LIMIT_EXCEEDED, TRANSFER_ID_REUSED, TRANSFER_CANCELLED, those of a handshake; and what every
+        call may raise.
     """
     spec = _spec(origin, ticket, local_blocks, skip_tokens, num_tokens, transfer_id)
     request = pb.PrepareTransferRequest(spec=spec)
