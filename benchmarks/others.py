@@ -1,7 +1,8 @@
-"""ReadBlocks over TCP against what a user would take instead: Mooncake's transfer engine, a plain gRPC byte stream.
+"""ReadBlocks over TCP against what a user would take instead: Mooncake's transfer engine, NIXL, a plain gRPC stream.
 
 Promised is something against Mooncake as it comes, and against a stream of one block a message, which is what people
 write first.  Both are also tried in the better way: as many lasting connections as Mooncake allows, messages of 1 MiB.
+NIXL is used as it comes, with UCX's own settings: with those of kvxfer it is measured elsewhere.
 """
 
 from __future__ import annotations
@@ -13,12 +14,13 @@ from collections.abc import Callable, Mapping
 
 from benchmarks.caches import Case, Memory, largest, memory
 from benchmarks.mooncake import MOST_LANES, Mooncake
+from benchmarks.raw import Raw
 from benchmarks.reads import BLOCK, BLOCKS, MIB, SIZE, size_of
 from benchmarks.results import Effort, Line, Section, Spread, in_turn
 from benchmarks.sidecars import Pair, both
 from benchmarks.stream import Stream
 
-TITLE = "ReadBlocks, Mooncake's transfer engine, a gRPC byte stream"
+TITLE = "ReadBlocks, Mooncake's transfer engine, NIXL as it comes, a gRPC byte stream"
 
 #: Its rate is at least so many times that of Mooncake, and of the stream.
 MOONCAKE, STREAM = 1.5, 3.0
@@ -40,10 +42,11 @@ def run(effort: Effort) -> Section:
             name: stack.enter_context(Mooncake(place, lanes))
             for name, lanes in (("mooncake", 0), ("mooncake_lanes", MOST_LANES))
         }
+        nixl = stack.enter_context(Raw(place, as_it_comes=True))
         stream = stack.enter_context(Stream(place))
         p, d = stack.enter_context(both(place.directory))
         for case in chosen:
-            _measure(section, case, place, Pair(p, d, case, place), engines, stream, effort)
+            _measure(section, case, place, Pair(p, d, case, place), engines, nixl, stream, effort)
     return section
 
 
@@ -53,19 +56,22 @@ def _measure(
     place: Memory,
     pair: Pair,
     engines: Mapping[str, Mooncake],
+    nixl: Raw,
     stream: Stream,
     effort: Effort,
 ) -> None:
-    promised = case.block == BLOCK
+    promised, bare = case.block == BLOCK, nixl.prepare(case)
     readers = {
         "kvxfer": lambda: pair.read()[0],
         **{name: engine.prepare(case) for name, engine in engines.items()},
+        "nixl": lambda: bare.once().whole,
         "grpc_block": stream.prepare(case),
         "grpc_mib": stream.prepare(case, MIB),
     }
     rounds, warm_up = (effort.rounds(_ROUNDS), 2) if promised else (effort.rounds(_ROUNDS // 3), 1)
     seen = in_turn({name: _checked(read, place, case) for name, read in readers.items()}, rounds, warm_up)
     pair.close()
+    bare.close()
     ratios = {name: Spread.ratio(seconds, seen["kvxfer"]) for name, seconds in seen.items() if name != "kvxfer"}
     section.add(
         "others",

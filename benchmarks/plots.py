@@ -63,6 +63,7 @@ def others(axes: Axes, rows: Rows) -> None:
         ("kvxfer_gbs", _BLUE, "-", "ReadBlocks"),
         ("mooncake_gbs", _RED, "-", "Mooncake"),
         ("mooncake_lanes_gbs", _RED, "--", "Mooncake, 16 connections"),
+        ("nixl_gbs", _GREY, "-", "NIXL, UCX's own settings"),
         ("grpc_block_gbs", _GOLD, "-", "gRPC stream, a block a message"),
         ("grpc_mib_gbs", _GOLD, "--", "gRPC stream, 1 MiB a message"),
     ):

@@ -1,7 +1,7 @@
 """What a bare NIXL READ of given descriptors costs between two processes: the yardstick for everything above it.
 
 Nothing of kvxfer is in the path: two agents, prepared lists, one request.  Rows and index arrays are those of kvxfer,
-and so are the settings of UCX, which are the better ones here, unless NIXL is asked for as it comes.
+and so are the settings of UCX, which are the better ones here, unless UCX is asked for as it comes.
 """
 
 from __future__ import annotations
@@ -42,15 +42,16 @@ class Sample(NamedTuple):
 
 
 def new_agent(name: str, *, as_it_comes: bool = False) -> Any:
-    """An agent with the settings of kvxfer; or with those of NIXL and UCX, which have a thread for the progress."""
+    """An agent with the settings of kvxfer; or of UCX, where the process has not made one with those of kvxfer before.
+
+    NIXL's own thread for the progress is left out in either case: it would keep a processor busy from here on.
+    """
     if not as_it_comes:
         from kvxfer.xfer.environment import apply_defaults
 
         apply_defaults()
     from nixl._api import nixl_agent, nixl_agent_config
 
-    if as_it_comes:
-        return nixl_agent(name)
     return nixl_agent(name, nixl_agent_config(enable_prog_thread=False, capture_telemetry=True))
 
 
@@ -83,7 +84,7 @@ def _attend(pipe: Connection, kept: Any) -> None:
 class Raw(Aside):
     """A reader in this process, and a target in one of its own, over the files of a :class:`Memory`.
 
-    :param as_it_comes: NIXL and UCX with settings of their own.  No agent of this process may have had other ones.
+    :param as_it_comes: UCX with settings of its own.  No agent of this process may have had other ones.
     """
 
     def __init__(self, memory: Memory, *, as_it_comes: bool = False) -> None:
