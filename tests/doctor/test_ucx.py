@@ -59,7 +59,7 @@ def test_what_ucx_tls_allows(tls: str, transport: str, allowed: bool) -> None:
         ({"UCX_NET_DEVICES": "all"}, SURVEY, Status.OK, ""),
         ({"UCX_NET_DEVICES": "eth0"}, None, Status.UNKNOWN, "could not be asked"),
         ({"UCX_TCP_USER_TIMEOUT": "1m"}, SURVEY, Status.WARNING, "replaces kvxfer's default, 3s"),
-        ({"UCX_TCP_TX_SEG_SIZE": "120k"}, SURVEY, Status.OK, ""),
+        ({"UCX_TCP_TX_SEG_SIZE": "56k"}, SURVEY, Status.OK, ""),
         ({"UCX_TCP_PORT_RANGE": "31000-31009"}, SURVEY, Status.WARNING, "has 10 ports"),
         ({"UCX_TCP_PORT_RANGE": "31000-31999"}, SURVEY, Status.OK, ""),
         ({"PATH": "/bin"}, SURVEY, Status.OK, ""),

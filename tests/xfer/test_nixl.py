@@ -485,13 +485,13 @@ def test_info_tells_defaults_from_the_users_settings() -> None:
 async def narrow() -> None:
     async with reader("narrow-7") as engine:
         info = await engine.info()
-        assert Segments.of(info.environment) == (64 * 1024, 64 * 1024)
+        assert Segments.of(info.environment) == (48 * 1024, 48 * 1024)
         assert set(info.defaults) == set(DEFAULTS) - {"UCX_TCP_RX_SEG_SIZE"}
 
 
 def test_defaults_fit_what_the_user_has_set() -> None:
     """UCX would not start with segments that are larger than what it has room for."""
-    run(narrow, {"UCX_TLS": "tcp", "UCX_TCP_RX_SEG_SIZE": "64K"})
+    run(narrow, {"UCX_TLS": "tcp", "UCX_TCP_RX_SEG_SIZE": "48K"})
 
 
 class _Agent:
