@@ -15,9 +15,9 @@ from kvxfer.xfer import segments
 #: Set where the user has set nothing, before the first agent of the process is created.
 DEFAULTS: Final[Mapping[str, str]] = MappingProxyType(
     {
-        # Larger segments than UCX's 8 KiB nearly double the TCP throughput.  UCX writes each with one call, and the
-        # kernel cuts it into packets of 64 KiB at most.  A little less than one is best: more of them make blocks of
-        # just 64 KiB leave a packet of a few bytes behind each.
+        # Over TCP larger segments than UCX's 8 KiB are faster.  UCX writes each with one call, and the kernel cuts it
+        # into packets of 64 KiB at most.  A little less than one is best: with more, each block of just 64 KiB leaves a
+        # packet of a few bytes behind.
         segments.SENT: "56K",
         segments.RECEIVED: "256K",
         # A peer that fell silent (link down, host gone) must be an error after seconds.  None of the three works alone.
